@@ -96,27 +96,21 @@ class GpuHost:
         elif oldest is not None and int(self.driver.split(".")[0]) < oldest:
             yield f"the driver is {self.driver}, torch's CUDA {self.cuda} needs {oldest} or newer"
         if self.cudnn[:2] < OLDEST_CUDNN:
-            yield (
-                f"cuDNN {'.'.join(map(str, self.cudnn))} is loaded, {'.'.join(map(str, OLDEST_CUDNN))} or newer is "
-                "needed: older ones give NaN with packed sequences and context parallelism on Hopper"
-            )
+            yield (f"cuDNN {'.'.join(map(str, self.cudnn))} is loaded, {'.'.join(map(str, OLDEST_CUDNN))} or newer is "
+                "needed: older ones give NaN with packed sequences and context parallelism on Hopper")  # fmt: skip
         if len(self.cudnn_libraries) > 1:
-            yield (
-                f"there are {len(self.cudnn_libraries)} cuDNNs ({', '.join(self.cudnn_libraries)}) and "
+            yield (f"there are {len(self.cudnn_libraries)} cuDNNs ({', '.join(self.cudnn_libraries)}) and "
                 "TransformerEngine prefers that of the system to torch's: remove all but one, or unset CUDNN_HOME, "
-                "CUDNN_PATH, CUDA_HOME, CUDA_PATH or LD_LIBRARY_PATH, where it looks first"
-            )
+                "CUDNN_PATH, CUDA_HOME, CUDA_PATH or LD_LIBRARY_PATH, where it looks first")  # fmt: skip
         if self.compiler is None:
             yield "gcc is missing, Triton compiles a launcher with it on every node: install it"
         if self.python_header is None:
             where = sysconfig.get_path("include")
             yield f"Python.h is missing ({where}), Triton compiles against it: install python3-dev"
         if self.ptrace_scope > 1:  # with 1 the policy allows it
-            yield (
-                f"kernel.yama.ptrace_scope is {self.ptrace_scope}: CUDA IPC, by which a policy hands its weights to "
+            yield (f"kernel.yama.ptrace_scope is {self.ptrace_scope}: CUDA IPC, by which a policy hands its weights to "
                 "engines on the same GPUs (train.colocate_all), is refused; run sysctl kernel.yama.ptrace_scope=1, or "
-                "use --vllm.sync_backend gloo there"
-            )
+                "use --vllm.sync_backend gloo there")  # fmt: skip
         yield from self._engine_problems(cuda_major)
 
     def _engine_problems(self, cuda_major: int) -> Iterator[str]:
@@ -134,11 +128,9 @@ class GpuHost:
             described = ", ".join(f"{name} {version}" for name, version in found.items())
             yield f"the parts of TransformerEngine must be of one version, it refuses others: {described}"
         if self.engine_error is not None:
-            yield (
-                f"TransformerEngine cannot be imported ({self.engine_error}), and Megatron would be silent about it: "
-                "its torch extension must be compiled against the torch that is installed; remove .setup/"
-                "transformer_engine in the environment and run the set-up again"
-            )
+            yield (f"TransformerEngine cannot be imported ({self.engine_error}), and Megatron would be silent about "
+                "it: its torch extension must be compiled against the torch that is installed; remove "
+                ".setup/transformer_engine in the environment and run the set-up again")  # fmt: skip
 
 
 def examine_gpu_host() -> GpuHost:
@@ -253,11 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     silence_libraries()
     parser = CommandParser("doctor", __doc__.splitlines()[0], takes_run_options=True)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument(
-        "--cluster", action="store_true",
-        help="look at all nodes of the Ray cluster RAY_ADDRESS; options of the training command (--config FILE ...) "
-        "say what the run needs there",
-    )  # fmt: skip
+    parser.add_argument("--cluster", action="store_true", help="look at all nodes of the Ray cluster RAY_ADDRESS; "
+        "options of the training command (--config FILE ...) say what the run needs there")  # fmt: skip
     parser.add_argument("--wait_for", nargs="+", default=[], metavar="NODE", help="with --cluster: wait for these")
     parser.add_argument("--wait_s", type=float, default=60.0, help="longest wait for nodes (default: %(default)s)")
     arguments, training = parser.parse_known_args(argv)
@@ -310,7 +299,6 @@ def examine() -> Report:
     return Report(
         machine=describe_machine(), extra=extra, packages=packages, kernels=check_kernels(cuda), patches=statuses,
         problems=[
-            *python_problems(),
             *package_problems(packages),
             *(conflict_problems() if gpu_host is None else gpu_host.problems()),
             *(status.reason for status in statuses if status.state == "refused"),
@@ -349,11 +337,15 @@ def check_package(name: str, wanted: str) -> PackageCheck:
 
 
 def check_kernels(cuda: bool) -> list[KernelCheck]:
+    engine, gradients = has_transformer_engine(), has_module(_WEIGHT_GRADIENTS)
+    others = "the installed package apex is not NVIDIA's (it has no amp_C); torch's optimizers are used"
+    without_apex = others if has_module("apex") else "torch's optimizers"
+    added = "TransformerEngine's layers add them to main_grad themselves" if engine else "torch adds them"
     return [
         KernelCheck("CUDA", cuda, "device visible" if cuda else "no device: CPU with gloo"),
-        _kernel("TransformerEngine", has_transformer_engine(), "transformer-engine", "torch layers, no FP8"),
-        KernelCheck("NVIDIA apex", has_nvidia_apex(), "amp_C" if has_nvidia_apex() else _apex_absence()),
-        KernelCheck("apex weight gradients", has_module(_WEIGHT_GRADIENTS), _weight_gradients()),
+        _kernel("TransformerEngine", engine, "transformer-engine", "torch layers, no FP8"),
+        KernelCheck("NVIDIA apex", has_nvidia_apex(), "amp_C" if has_nvidia_apex() else without_apex),
+        KernelCheck("apex weight gradients", gradients, _WEIGHT_GRADIENTS if gradients else added),
         _kernel("triton", has_module("triton"), "triton", "torch code for all kernels"),
     ]
 
@@ -362,25 +354,9 @@ def _kernel(name: str, available: bool, distribution: str, stand_in: str) -> Ker
     return KernelCheck(name, available, installed_version(distribution) or "" if available else stand_in)
 
 
-def _weight_gradients() -> str:
-    if has_module(_WEIGHT_GRADIENTS):
-        return _WEIGHT_GRADIENTS
-    engine = has_transformer_engine()
-    return "TransformerEngine's layers add them to main_grad themselves" if engine else "torch adds them"
-
-
-def _apex_absence() -> str:
-    if has_module("apex"):
-        return "the installed package apex is not NVIDIA's (it has no amp_C); torch's optimizers are used"
-    return "torch's optimizers"
-
-
-def python_problems() -> Iterator[str]:
+def package_problems(packages: Sequence[PackageCheck]) -> Iterator[str]:
     if sys.version_info < MINIMUM_PYTHON:
         yield f"Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer is needed, this is {platform.python_version()}"
-
-
-def package_problems(packages: Sequence[PackageCheck]) -> Iterator[str]:
     if not packages:
         yield f"{DISTRIBUTION} is not installed with its list of pinned packages: pip install --no-deps -e ."
     for package in packages:
@@ -400,9 +376,10 @@ def conflict_problems() -> Iterator[str]:
 
 
 def render(report: Report) -> str:
+    packages = [(p.name, p.wanted, p.installed or "-", "ok" if p.ok else "NOT OK") for p in report.packages]
     sections = [
         _section("Machine", list(report.machine.items())),
-        _section(f"Packages (extra {report.extra})", [("package", "wanted", "installed", "")] + _rows(report.packages)),
+        _section(f"Packages (extra {report.extra})", [("package", "wanted", "installed", ""), *packages]),
         *([_section("GPU host", report.gpu_host.rows)] if report.gpu_host is not None else []),
         _section("Fused kernels", [(k.name, "present" if k.available else "absent", k.detail) for k in report.kernels]),
         _section("Patches", [(p.name, p.state, p.reason) for p in report.patches]),
@@ -410,10 +387,6 @@ def render(report: Report) -> str:
         _verdict(report),
     ]
     return "\n\n".join(sections)
-
-
-def _rows(packages: Sequence[PackageCheck]) -> list[tuple[str, ...]]:
-    return [(p.name, p.wanted, p.installed or "-", "ok" if p.ok else "NOT OK") for p in packages]
 
 
 def _section(title: str, rows: Sequence[tuple[str, ...]]) -> str:
@@ -427,10 +400,6 @@ def _verdict(report: Report) -> str:
         return "Everything needed is there."
     remedy = "bash examples/scripts/setup_env.sh" + ("" if report.extra == "cpu" else " gpu")
     return "\n  ".join(["Problems", *report.problems, f"Remedy: {remedy}"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 # ---- Ray processes that listen --------------------------------------------------------------------------------------
@@ -484,3 +453,7 @@ def _listeners(processes: Sequence[psutil.Process], token: bool) -> Iterator[Lis
             beyond = not all(ipaddress.ip_address(address).is_loopback for address in where)
             if where:
                 yield Listener(process.pid, process.name(), dict(where), beyond, token)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

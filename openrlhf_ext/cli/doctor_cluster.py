@@ -95,7 +95,6 @@ def examine_cluster(
     """Looks at every node of a Ray cluster, of which this machine is one.
 
     Args:
-        address: host:port of Ray's head.
         packages: distributions whose versions must be equal everywhere.
         config: of the run that is to start; None: only what every run needs is looked at.
         wait_for: names of nodes (``ray start --node-name``) that are waited for, as is the head.

@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     no such command."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words in (["--help"], ["-h"], ["help"]):
-        print(_usage())
+        width = max(map(len, _COMMANDS))
+        print("usage: openrlhf-ext COMMAND ...   (openrlhf-ext COMMAND --help says more)\n")
+        print("\n".join(f"  {name:<{width}}  {about}" for name, (_, about) in _COMMANDS.items()))
         return 0
     if words == ["--version"]:
         print(f"openrlhf_ext {__version__}")
@@ -64,12 +66,6 @@ def _reader_has_left() -> bool:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-
-
-def _usage() -> str:
-    width = max(map(len, _COMMANDS))
-    lines = [f"  {name:<{width}}  {about}" for name, (_, about) in _COMMANDS.items()]
-    return "\n".join(["usage: openrlhf-ext COMMAND ...   (openrlhf-ext COMMAND --help says more)", "", *lines])
 
 
 # ---- what the commands share ----------------------------------------------------------------------------------------

@@ -123,16 +123,12 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
 def _head(planner: Planner, gpus: int) -> Iterator[str]:
     work, shape = planner.work, planner.shape
     flops = work.forward(shape)
-    yield (
-        f"{planner.config.actor.model_name_or_path}: {planner.parameters:,} parameters, on {gpus} {planner.gpu_name} "
-        f"of {planner.clock.gpu.memory / _GIB:.1f} GiB"
-    )
+    yield (f"{planner.config.actor.model_name_or_path}: {planner.parameters:,} parameters, on {gpus} "
+        f"{planner.gpu_name} of {planner.clock.gpu.memory / _GIB:.1f} GiB")  # fmt: skip
     token, product = work.length, 1e9 * work.length
-    yield (
-        f"FLOPs per token, sequences of {token} tokens: {flops.total / product:.1f} GFLOP forward "
-        f"(layers {flops.layers / product:.1f}, attention {flops.attention / product:.1f}, head "
-        f"{flops.head / product:.1f}), {flops.training / product:.1f} forward and backward"
-    )
+    yield (f"FLOPs per token, sequences of {token} tokens: {flops.total / product:.1f} GFLOP forward (layers "
+        f"{flops.layers / product:.1f}, attention {flops.attention / product:.1f}, head {flops.head / product:.1f}), "
+        f"{flops.training / product:.1f} forward and backward")  # fmt: skip
 
 
 def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterator[str]:
@@ -140,11 +136,9 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
 
     fitting = [candidate for candidate in found if candidate.seconds]
     shown = planner.distinct(fitting)[:_SHOWN]
-    yield (
-        f"{len(fitting)} of {len(found)} layouts that the rules allow fit; the fastest, one for every way to cut the "
-        f"policy (seconds of a step, GiB of the fullest GPU). Steps within {ALIKE:.0%} count as equal: "
-        "then the layout with fewer ranks in a copy is ahead, then the one that takes less memory:"
-    )
+    yield (f"{len(fitting)} of {len(found)} layouts that the rules allow fit; the fastest, one for every way to cut "
+        f"the policy (seconds of a step, GiB of the fullest GPU). Steps within {ALIKE:.0%} count as equal: then the "
+        "layout with fewer ranks in a copy is ahead, then the one that takes less memory:")  # fmt: skip
     header = (
         "", "TP", "PP", "VP", "CP", "DP", "recompute", "tokens", "engines", "share", "training", "sampling",
         "rollout", "log-probs", "train", "sync", "step s",
@@ -152,10 +146,8 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
     rows = [(str(number), *_row(candidate)) for number, candidate in enumerate(shown, 1)]
     own = [("now", *_row(planner.as_configured()))] if planner.configured_gpus == gpus and planner.is_allowed else []
     yield from (f"  {line}" for line in aligned([header, *rows, *own]))
-    yield (
-        "  tokens: of a micro-batch on one GPU; engines: number x GPUs of each; share: of a GPU for its engine\n"
-        "  (vllm.gpu_memory_utilization, searched where the run sets none); now: the layout as configured"
-    )
+    yield ("  tokens: of a micro-batch on one GPU; engines: number x GPUs of each; share: of a GPU for its engine\n  "
+        "(vllm.gpu_memory_utilization, searched where the run sets none); now: the layout as configured")  # fmt: skip
 
 
 def _row(candidate: Candidate) -> tuple[str, ...]:
@@ -186,10 +178,8 @@ def _memory(planner: Planner, best: Candidate) -> Iterator[str]:
     modes_text = ", ".join(f"{mode} {size / _GIB:.1f}" for mode, size in modes.items())
     yield f"  activations of the first stage by megatron.recompute: {modes_text}"
     first, last = best.policy.states[0], best.policy.states[-1]
-    yield (
-        f"  parameters on a rank: {first.parameters:,} of the first stage, {last.parameters:,} of the last; "
-        f"an engine works on {best.concurrency} requests at a time"
-    )
+    yield (f"  parameters on a rank: {first.parameters:,} of the first stage, {last.parameters:,} of the last; an "
+        f"engine works on {best.concurrency} requests at a time")  # fmt: skip
     for what, parts in (("host memory of a node", best.host), ("checkpoints on disk", planner.disk())):
         yield f"  {what}: {sum(parts.values()) / _GIB:.1f}"
         yield from _parts(parts)
@@ -230,11 +220,9 @@ def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> st
 
 def _degrees(candidate: Candidate) -> str:
     layout, recompute = candidate.policy.training.layout, candidate.policy.training.megatron.recompute
-    return (
-        f"TP {layout.tensor_parallel_size}, PP {layout.pipeline_parallel_size}, CP {layout.context_parallel_size}, "
+    return (f"TP {layout.tensor_parallel_size}, PP {layout.pipeline_parallel_size}, CP {layout.context_parallel_size}, "
         f"recompute {recompute}, {layout.world_size} ranks, {candidate.engines.count} engines of "
-        f"{candidate.engines.tensor_parallel_size}, vllm.gpu_memory_utilization {candidate.share:g}"
-    )
+        f"{candidate.engines.tensor_parallel_size}, vllm.gpu_memory_utilization {candidate.share:g}")  # fmt: skip
 
 
 # ---- as files ----------------------------------------------------------------------------------------------------

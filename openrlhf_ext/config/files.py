@@ -63,10 +63,8 @@ def is_hub_name(text: str) -> bool:
 
 
 def resolve_path(value: str, kind: PathKind) -> str:
-    """``value`` with its local paths made absolute (``~`` expanded): one path, or several inputs separated by commas.
-
-    Inputs that are URLs or hub names stay as they are; ``path@folder`` as OpenRLHF's datasets allow.
-    """
+    """``value`` with its local paths made absolute (``~`` expanded): one path, or several inputs separated by commas,
+    ``path@folder`` as OpenRLHF's datasets allow. Inputs that are URLs or hub names stay as they are."""
     if not value.strip():
         return value  # refused; it would become the current directory
     if kind == "output":

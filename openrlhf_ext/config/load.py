@@ -30,8 +30,6 @@ from openrlhf_ext.inputs import InputError, read_text, shown
 from openrlhf_ext.options import ConfigError, Fault, Option, Violation, is_set, nest, read, value_of, value_text
 from openrlhf_ext.options.sections.algo import OTHER_ESTIMATORS
 
-# ---- YAML files and the command line --------------------------------------------------------------------------------
-
 COMMAND_LINE = "command line"
 
 

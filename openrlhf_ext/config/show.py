@@ -198,7 +198,7 @@ def format_config(config: RunConfig) -> str:
     section: list[str] = []
     for dotted, value, comment in _shown_values(config):
         *parents, leaf = dotted.split(".")
-        common = _common_length(section, parents)
+        common = len(os.path.commonprefix([section, parents]))
         lines += [f"{'  ' * depth}{parents[depth]}:" for depth in range(common, len(parents))]
         shown = redact(value)
         put_in = "" if shown == value else _PUT_IN
@@ -258,10 +258,6 @@ def _flow(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _common_length(one: Sequence[str], other: Sequence[str]) -> int:
-    return len(os.path.commonprefix([list(one), list(other)]))
-
-
 def _policy_lines(config: RunConfig) -> Iterator[str]:
     layout = config.layout
     yield f"policy: {_degrees(layout)} (order {RANK_ORDER}), {config.megatron.param_dtype}"
@@ -307,10 +303,8 @@ def _span(column: Sequence[int]) -> str:
 
 
 def _degrees(layout: ParallelLayout) -> str:
-    return (
-        f"{layout.world_size} ranks = tp {layout.tensor_parallel_size} x cp {layout.context_parallel_size} x pp "
-        f"{layout.pipeline_parallel_size} x dp {layout.data_parallel_size}"
-    )
+    return (f"{layout.world_size} ranks = tp {layout.tensor_parallel_size} x cp {layout.context_parallel_size} x pp "
+        f"{layout.pipeline_parallel_size} x dp {layout.data_parallel_size}")  # fmt: skip
 
 
 def _local_model(config: RunConfig) -> ModelShape | None:
@@ -362,10 +356,8 @@ def _step_lines(config: RunConfig) -> Iterator[str]:
     yield f"  {rollout.batch_size} prompts x {rollout.n_samples_per_prompt} responses = {samples} samples"
     updates = samples // train.batch_size * train.max_epochs
     dp = config.layout.data_parallel_size
-    yield (
-        f"  {updates} optimizer step{'s' if updates != 1 else ''} of {train.batch_size} samples, dealt to {dp} "
-        f"data-parallel rank{'s' if dp != 1 else ''} by length"
-    )
+    yield (f"  {updates} optimizer step{'s' if updates != 1 else ''} of {train.batch_size} samples, dealt to {dp} "
+        f"data-parallel rank{'s' if dp != 1 else ''} by length")  # fmt: skip
     if train.dynamic_batch_enable:
         yield f"  micro-batches of at most {train.max_tokens_per_gpu} tokens on a rank, as many as the lengths ask for"
     else:

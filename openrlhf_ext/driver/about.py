@@ -82,8 +82,7 @@ def _mean(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def last_words(config: RunConfig, code: int, seconds: float) -> str:
-    """The block of lines that ends a run's output. ``code``: the exit code of the run. ``seconds``: since the command
-    began."""
+    """The block of lines that ends a run's output, ``seconds`` after the command began."""
     found = results(config)
     how = "has ended" if code == 0 else "has failed" if code not in (130, 143) else "was interrupted"
     folder = Path(str(config.logger.metrics_path)).parent

@@ -167,8 +167,8 @@ class Checkpointer:
             self._announce(self._pending, manifest)
 
     def finish(self, wait: bool = True) -> None:
-        """Waits for a checkpoint that is being written in the background and completes it. ``wait``: False: only if all
-        ranks are done; either way it is an error if one could not write."""
+        """Completes a checkpoint that is being written in the background, without ``wait`` only if all ranks are done;
+        either way it is an error if one could not write."""
         self.poll()
         pending = self._pending
         if pending is None:

@@ -234,8 +234,7 @@ class RaySession:
         return common | local
 
     def remember(self, name: str, process: Mapping[str, Any]) -> None:
-        """Names a process, so that its log can be shown if it dies. ``process``: its
-        ``rollout.process.own_identity()``."""
+        """Names a process (``own_identity``), so that its log can be shown if it dies."""
         self.processes[name] = dict(process)
         self.remember_children()
 

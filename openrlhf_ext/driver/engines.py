@@ -69,8 +69,8 @@ class EngineCall:
 
 
 class EngineSupervisor:
-    """Replaces engines, at most ``max_restarts`` times. ``restarts``: engines replaced so far. ``changes``: weight
-    syncs and replacements so far."""
+    """Replaces engines, at most ``max_restarts`` times; counts these ``restarts``, and ``changes``: weight syncs and
+    replacements."""
 
     def __init__(
         self,
@@ -282,8 +282,7 @@ class GpuSharing:
     """
 
     def __init__(self, config: RunConfig, groups: Mapping[str, RankGroup], supervisor: EngineSupervisor) -> None:
-        """``groups``: ranks that train, with a method ``offload_states``, by name. ``supervisor``: of the rollout
-        engines; one that does not fall asleep or wake up is replaced."""
+        """The ``groups`` are of ranks that train, by name."""
         self._groups, self._supervisor, self._timeout_s = groups, supervisor, config.train.step_timeout_s
         self._policy_sleeps, self._engines_sleep = config.ds.enable_sleep, config.vllm.enable_sleep
 

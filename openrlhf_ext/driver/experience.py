@@ -62,25 +62,24 @@ class Experience:
     samples: list[dict[str, Any]] = field(default_factory=list)
 
 
+@dataclass
 class ExperienceMaker:
-    """Makes experience out of groups; these are shaped here, whole, and never on a shard."""
+    """Makes experience out of groups; these are shaped here, whole, and never on a shard.
 
-    def __init__(
-        self, policy: RankGroup, *, algorithm: Algorithm, group_size: int, mini_batch_size: int,
-        data_parallel_size: int,
-        reference: Scorer | None = None, critic: ValueTrainer | None = None, kl: KLCoefficient | None = None,
-        attention_length: float = math.inf, guide: Scorer | None = None,
-    ) -> None:  # fmt: skip
-        """``policy``: actor group of the policy's ranks. ``attention_length``: of the policy's model, for dealing
-        sequences by their cost."""
-        self.policy = policy
-        self.algorithm = algorithm
-        self.group_size = group_size
-        self.mini_batch_size = mini_batch_size
-        self.data_parallel_size = data_parallel_size
-        self.attention_length = attention_length
-        self.reference, self.critic, self.kl, self.guide = reference, critic, kl, guide
-        self.batches = 0
+    Sequences are dealt to the policy's ranks by their cost in its model, which ``attention_length`` tells.
+    """
+
+    policy: RankGroup
+    algorithm: Algorithm
+    group_size: int
+    mini_batch_size: int
+    data_parallel_size: int
+    reference: Scorer | None = None
+    critic: ValueTrainer | None = None
+    kl: KLCoefficient | None = None
+    attention_length: float = math.inf
+    guide: Scorer | None = None
+    batches: int = field(default=0, init=False)
 
     @torch.no_grad()
     def make(self, groups: Sequence[Group], version: int, get: Get, shown: int | None = None) -> Experience:

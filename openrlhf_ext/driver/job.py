@@ -272,8 +272,7 @@ def trained_groups(policy: RankGroup, auxiliary: AuxiliaryModels) -> dict[str, R
 
 
 def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> TrainingLoop:
-    """The training loop with everything that it drives, at the place where the run begins or goes on. ``guard``: whose
-    signals the loop listens to; None: to none."""
+    """The training loop with everything that it drives, at the place where the run begins or goes on."""
     from openrlhf_ext.driver.data import dataloader
 
     shape = read_model_shape(policy_path(config))
@@ -354,9 +353,8 @@ def build_sinks(args: Any) -> list:
 
     wanted = ((WandbLogger, args.logger.wandb.key), (TensorboardLogger, args.logger.tensorboard_dir))
     if args.logger.wandb.key:
-        os.environ.setdefault(
-            "WANDB_API_KEY", args.logger.wandb.key
-        )  # asked first (openrlhf/utils/logging_utils.py:68)
+        # asked first (openrlhf/utils/logging_utils.py:68)
+        os.environ.setdefault("WANDB_API_KEY", args.logger.wandb.key)
     shown = _without_passwords(args)
     shown.logger.wandb.key = HIDDEN
     return [logger(shown) for logger, is_wanted in wanted if is_wanted]

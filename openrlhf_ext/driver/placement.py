@@ -108,8 +108,7 @@ class Reservation:
 
 
 def reserve(count: int, timeout_s: float, what: str, *, shared: bool = False) -> Reservation:
-    """Reserves ``count`` bundles on as few nodes as possible. ``what``: who the bundles are for, for messages. Raises
-    PlacementError: Ray could not place them within ``timeout_s`` seconds."""
+    """Reserves ``count`` bundles on as few nodes as possible for ``what``, or raises PlacementError."""
     group = placement_group([{"GPU": 1, "CPU": 1} for _ in range(count)], strategy="PACK")
     try:
         ray.get(group.ready(), timeout=timeout_s)

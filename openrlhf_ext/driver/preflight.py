@@ -252,8 +252,8 @@ def guide_violations(config: RunConfig) -> Iterator[Violation]:
 
 
 def check_files(folder: str, shape: ModelShape) -> None:
-    """The files of a model hold its tensors; a folder without weights is warned about only. ``shape``: of the model;
-    the files need not hold a critic's value head. Raises InputError: says what does not fit."""
+    """The files of a model hold its tensors, a critic's value head apart, or InputError says what does not fit; a
+    folder without weights is warned about only."""
     from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, describe, unaccounted_tensors
 
     if has_weights(folder) and (problems := unaccounted_tensors(HFCheckpoint(folder), shape)):

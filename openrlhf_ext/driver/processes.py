@@ -65,8 +65,7 @@ def tensor_block_size(config: RunConfig) -> int:
 def engine_places(
     config: RunConfig, use_gpu: bool, policy_places: Reservation | None, engines: int, what: str
 ) -> EnginePlaces | None:
-    """Where engines go: on the policy's bundles, or GPUs of their own; None: where Ray puts them. ``policy_places``: of
-    a colocated run; None = the engines share nothing. ``engines``: how many. ``what``: they are, for messages."""
+    """Where engines go: on the policy's bundles in a colocated run, or GPUs of their own; None: where Ray puts them."""
     from openrlhf_ext.driver.placement import place_ranks, reserve
     from openrlhf_ext.rollout.launch import EnginePlaces
 
@@ -213,8 +212,7 @@ def initialize_policy(
     config: RunConfig, session: RaySession, policy: RankGroup, engines: EngineFleet, probe: Sequence[int], steps: int,
     deadline: Deadline,
 ) -> None:  # fmt: skip
-    """Loads the policy on every rank and connects it to the engines. ``probe``: the text that proves every weight sync.
-    ``steps``: training steps of the run."""
+    """Loads the policy on every rank and connects it to the engines."""
     share = config.gpu_memory_utilization if config.train.colocate_all else None
     sleeping = SleepModes(config.ds.enable_sleep, config.vllm.enable_sleep, share)
     settings, sync = policy_settings(config, steps), sync_settings(config, session.use_gpu, probe)
@@ -260,21 +258,20 @@ def _await_ranks(session: RaySession, name: str, refs: list, deadline: Deadline)
 
 @dataclass(frozen=True)
 class AuxiliaryModels:
-    """The models beside the policy that have ranks of their own: the critic, a reference, a guide. ``critic``: None if
-    there is none. ``frozen``: those of frozen models that have ranks of their own, by name."""
+    """The models beside the policy that have ranks of their own: the critic, and frozen ones by name (a reference, a
+    guide)."""
 
     critic: RankGroup | None = None
     frozen: Mapping[str, RankGroup] = field(default_factory=dict)
 
     @classmethod
     def start(cls, config: RunConfig, policy_places: Reservation | None = None) -> AuxiliaryModels:
-        """Starts the actors, which import in the background. ``policy_places``: the policy's ``Reservation``, which a
-        critic shares in a colocated run."""
+        """Starts the actors, which import in the background; in a colocated run the critic shares the policy's
+        places."""
         frozen = {model.name: _start_frozen(config, model) for model in frozen_models(config) if model.ranks}
         return cls(_start_critic(config, policy_places), frozen)
 
     def initialize(self, config: RunConfig, session: RaySession, steps: int, deadline: Deadline) -> None:
-        """Loads the models on all ranks and remembers their processes. ``steps``: training steps of the run."""
         policy = policy_settings(config, steps)
         refs: dict[str, list] = {}
         if self.critic is not None:

@@ -108,8 +108,8 @@ _RENAMED = {"clip_fraction": "loss/clip_fraction"}
 
 
 def step_record(logs: Mapping[str, float], engines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """One step under the names of docs/metrics.md; other numbers go under ``algorithm/``. ``logs``: with ``time/step``
-    and ``tokens/generated``. ``engines``: ``rollout_stats`` of each engine in the step."""
+    """One step under the names of docs/metrics.md, from its ``logs`` and each engine's ``rollout_stats``; other numbers
+    go under ``algorithm/``."""
     named = {_RENAMED.get(name, name): value for name, value in logs.items()}
     record = {name if is_documented(name) else f"algorithm/{name}": value for name, value in named.items()}
     record["time/generate"] = max(stats["generation_s"] for stats in engines)

@@ -40,8 +40,8 @@ class FilterExhaustedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt that was drawn. ``number``: how many were drawn before it. ``text``, ``label``: what is sampled from,
-    and what the reward function gets."""
+    """One prompt that was drawn, ``number`` others before it; its text is sampled from, the reward function gets its
+    label."""
 
     number: int
     text: str
@@ -49,8 +49,7 @@ class Prompt:
 
 
 class PromptStream:
-    """Draws prompts from OpenRLHF's resumable loader until the episodes are over. ``loader``: ``StatefulDataLoader``
-    over a ``PromptDataset``, one prompt at a time. ``episodes``: passes over the data."""
+    """Draws prompts from OpenRLHF's resumable loader, one at a time, until the episodes are over."""
 
     def __init__(self, loader: Any, episodes: int) -> None:
         self._loader, self._episodes = loader, episodes
@@ -122,8 +121,7 @@ class GroupRequests:
     """
 
     def __init__(self, supervisor: EngineSupervisor, max_requests: int) -> None:
-        """``supervisor``: of the engines. ``max_requests``: completions that an engine is asked for at a time; a larger
-        group goes to an idle one."""
+        """An engine is asked for ``max_requests`` completions at a time; a larger group goes to an idle one."""
         self._supervisor, self._max_requests = supervisor, max_requests
         self._backlog: deque[tuple[Key, GroupRequest]] = deque()
         self._calls: dict[Any, tuple[EngineCall, Key, GroupRequest]] = {}

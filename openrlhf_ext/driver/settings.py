@@ -85,8 +85,8 @@ def policy_settings(config: RunConfig, steps: int) -> ModelSettings:
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A language model that scores completions and is never trained. ``name``: 'reference' or 'guide'. ``path``: its
-    checkpoint. ``ranks``: of its own; 0 = a copy in the host memory of the policy's ranks."""
+    """A language model ('reference' or 'guide') that scores completions and is never trained; without ranks of its own
+    it is a copy in the host memory of the policy's ranks."""
 
     name: str
     path: str

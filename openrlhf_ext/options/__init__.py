@@ -378,30 +378,23 @@ def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if choices := _choices(annotation):
         return "one of " + ", ".join(map(str, choices))
     if get_origin(annotation) is tuple:
-        return _tuple_in_words(get_args(annotation))
+        elements = get_args(annotation)
+        one = _in_words(elements[0]).replace("number", "numbers").replace("text", "texts")
+        return f"list of {one}" if Ellipsis in elements else f"{len(elements)} {one}"
     if get_origin(annotation) in (Union, UnionType):
         return " or ".join(_in_words(arm) for arm in get_args(annotation))
     if get_origin(annotation) is dict:
         return "map of options"
     if issubclass(annotation, BaseModel):
         return f"map of {', '.join(annotation.model_fields)}"
-    return " ".join([_SIMPLE[annotation], *_bounds_in_words(metadata)])
+    return f"{_SIMPLE[annotation]} {_bounds_in_words(metadata)}".rstrip()
 
 
-def _tuple_in_words(elements: tuple[Any, ...]) -> str:
-    one = _in_words(elements[0]).replace("number", "numbers").replace("text", "texts")
-    return f"list of {one}" if Ellipsis in elements else f"{len(elements)} {one}"
-
-
-def _bounds_in_words(metadata: Sequence[Any]) -> Iterator[str]:
-    bounds = []
-    for item in metadata:
-        for constraint in getattr(item, "metadata", None) or [item]:  # a nested Field carries its constraints inside
-            symbol = _BOUNDS.get(type(constraint))
-            if symbol is not None:
-                bounds.append(f"{symbol} {getattr(constraint, type(constraint).__name__.lower()):.15g}")
-    if bounds:
-        yield " and ".join(bounds)
+def _bounds_in_words(metadata: Sequence[Any]) -> str:
+    # a nested Field carries its constraints inside
+    constraints = (constraint for item in metadata for constraint in getattr(item, "metadata", None) or [item])
+    bounded = ((_BOUNDS[type(one)], one) for one in constraints if type(one) in _BOUNDS)
+    return " and ".join(f"{symbol} {getattr(one, type(one).__name__.lower()):.15g}" for symbol, one in bounded)
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------

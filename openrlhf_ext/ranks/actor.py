@@ -119,7 +119,7 @@ class TrainedActor(RankActor):
     _writer: ThreadPoolExecutor | None = None
 
     def hold(self, model: MegatronPolicy | MegatronCritic, sleeps: bool) -> None:
-        """Call once, when the model is built. ``sleeps``: whether others need the memory (``ds.enable_sleep``)."""
+        """Call once, when the model is built; it ``sleeps`` if others need the memory (``ds.enable_sleep``)."""
         from openrlhf_ext.megatron.host_memory import ModelStates
 
         self._model, self.sleeps = model, sleeps

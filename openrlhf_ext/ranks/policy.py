@@ -40,8 +40,8 @@ is about as long as the rate, so a hundred parameters get to the next value."""
 
 @dataclass(frozen=True)
 class SleepModes:
-    """Which sides give up their memory while the other works: ``ds.enable_sleep`` and ``vllm.enable_sleep``.
-    ``engine_share``: of the GPU's memory, that an engine takes on a policy rank's GPU; None: engines have their own."""
+    """Which sides give up their memory while the other works: ``ds.enable_sleep`` and ``vllm.enable_sleep``. The share
+    that an engine takes of a policy rank's GPU is None where engines have their own."""
 
     policy: bool = False
     engines: bool = False

@@ -73,10 +73,10 @@ class WeightPublisher:
         self._together(self._sender.connect)
 
     def publish(self, version: int, trained: bool) -> SendReport | None:
-        """Replace the weights of all engines; the report on rank 0, None elsewhere. ``trained``: since the last update
-        there were steps long enough to move some parameter. Raises WeightSyncMismatch: an engine does not hold what
-        was sent, or not a bit has changed although it should; EnginesAtFault; WeightSyncError: engines refuse to
-        generate until an update arrives."""
+        """Replace the weights of all engines; the report on rank 0, None elsewhere. They were ``trained`` if since the
+        last update there were steps long enough to move some parameter. Raises WeightSyncMismatch: an engine does
+        not hold what was sent, or not a bit has changed although it should; EnginesAtFault; WeightSyncError: engines
+        refuse to generate until an update arrives."""
         self._together(lambda: None if self._sender.connected else self._sender.connect())
         return self._send(self._sender, version, lambda report: self._require_change(report, version, trained))
 

@@ -41,8 +41,8 @@ are prompt and completion as one text"""
 
 
 def main(connection_fd: int, stack_fd: int, parent_pid: int, memory_mib: int, reward_path: str) -> None:
-    """Serve one pool until the connection closes. ``stack_fd``: inherited file that receives the Python stack on a
-    crash or on request; ``memory_mib``: what this process, and each that it starts, may take for itself."""
+    """Serve one pool until the connection closes. ``stack_fd`` receives the Python stack on a crash or on request; this
+    process, and each that it starts, may take ``memory_mib`` for itself."""
     die_with(parent_pid)
     # RLIMIT_DATA counts private writable memory; RLIMIT_AS would count what CUDA only reserves
     resource.setrlimit(resource.RLIMIT_DATA, (memory_mib << 20, memory_mib << 20))

@@ -246,8 +246,8 @@ class Ref(Section):
     """
 
     num_nodes: Int = option(1,
-        "nodes of a reference with ranks of its own; it has none unless this or ref.num_gpus_per_node is set", ge=1,
-        le=2**13)
+        "nodes of a reference with ranks of its own; it has none unless this or ref.num_gpus_per_node is set",
+        ge=1, le=2**13)
     num_gpus_per_node: Int = option(8, "ranks per node of a reference with ranks of its own", ge=1, le=2**8)
     offload: bool = option(False,
         "keep the reference in the policy's host memory, which is the default without ranks of its own")
@@ -267,12 +267,12 @@ class Guide(Section):
         "folder or hub name of the guide's checkpoint, with the policy's tokenizer; null = there is no guide",
         path="input")
     samples_per_prompt: Int = added(1,
-        "completions of each group that the guide's engines sample; the policy's engines sample the others", ge=1,
-        le=2**16)
+        "completions of each group that the guide's engines sample; the policy's engines sample the others",
+        ge=1, le=2**16)
     num_engines: Int = added(1, "vLLM engines of the guide; their weights never change", ge=1, le=2**13)
     num_nodes: Int = added(1,
-        "nodes of a guide with ranks of its own; it has none unless this or guide.num_gpus_per_node is set", ge=1,
-        le=2**13)
+        "nodes of a guide with ranks of its own; it has none unless this or guide.num_gpus_per_node is set",
+        ge=1, le=2**13)
     num_gpus_per_node: Int = added(8,
         "ranks per node of a guide with ranks of its own, which are laid out as the policy's", ge=1, le=2**8)
 
@@ -319,8 +319,8 @@ class Megatron(Section):
     head_kernels: Literal["auto", "torch", "triton"] = added("auto",
         "kernels of the head: auto = Triton on GPUs where it is installed, torch elsewhere")
     head_workspace_mib: Int = added(256,
-        "memory for the blocks of logits that the head works on, MiB on every rank; more makes larger products", ge=1,
-        le=2**20)
+        "memory for the blocks of logits that the head works on, MiB on every rank; more makes larger products",
+        ge=1, le=2**20)
     rope_fusion: bool = added(False,
         "TransformerEngine's rotary embedding (one kernel, fp32 tables) instead of Megatron's (tables in "
         "megatron.param_dtype, as the engines have them); kl/rollout shows which agrees better with the engines; "

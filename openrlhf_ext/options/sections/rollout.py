@@ -67,8 +67,8 @@ class Vllm(Section):
 class WeightSync(Section):
     """How the policy hands its weights to the engines after every step."""
 
-    bucket_mib: Int = added(512, "size of one packed bucket of weights, MiB; two are held at a time on each side", ge=1,
-        le=2**20)
+    bucket_mib: Int = added(512, "size of one packed bucket of weights, MiB; two are held at a time on each side",
+        ge=1, le=2**20)
     timeout_s: Float = added(300, "longest time one weight sync may take, seconds", gt=0)
     probe_tolerance: Float | None = added(None,
         "largest difference, in nats, that rounding may make between the policy's and an engine's log-probs of a text "

@@ -202,9 +202,9 @@ class Receipt(NamedTuple):
 
 
 def words(tensor: Tensor, shape: Sequence[int], workers: int) -> Tensor | None:
-    """The bits of a tensor, or of a shard of one, as integers, without a copy. ``shape``: of the whole tensor.
-    ``workers``: of an engine, which may hold a part of each row. Returns (N, 16) words of 8 bytes, where rows can be
-    cut so; else (N,) the entries. None if the shard is not contiguous, or cut otherwise than among the workers."""
+    """The bits of a tensor, or of a shard of one of this shape, as integers, without a copy: (N, 16) words of 8 bytes,
+    where rows can be cut so among the workers of an engine; else (N,) the entries. None if the shard is not
+    contiguous, or cut otherwise."""
     if not tensor.is_contiguous():
         return None
     flat, block = tensor.detach().view(-1), 8 * _BLOCK

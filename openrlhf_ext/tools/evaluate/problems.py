@@ -90,10 +90,8 @@ class PromptStyle:
         try:
             used = (self.template or "{}").format("\0question")
         except (IndexError, KeyError, ValueError) as error:
-            return (
-                f"--input_template {self.template!r} is no format string with one {{}} for the question "
-                f"({type(error).__name__}: {error}); write other braces twice"
-            )
+            return (f"--input_template {self.template!r} is no format string with one {{}} for the question "
+                f"({type(error).__name__}: {error}); write other braces twice")  # fmt: skip
         return None if "\0question" in used else f"--input_template {self.template!r} has no {{}} for the question"
 
     def prompt(self, question: Any, tokenizer: PreTrainedTokenizerBase | None) -> str:
@@ -125,9 +123,7 @@ def load_problems(
 ) -> list[Problem]:  # fmt: skip
     """The (first) problems of a user's file; with ``chat`` a question may be a list of messages.
 
-    Raises:
-        InputError: lines are not JSON objects, lack a key or have no such question, or the file holds no problem; names
-            the first of them.
+    InputError names the first lines that are not JSON objects, lack a key or have no such question.
     """
     wanted = Wanted(input_key, label_key, chat)
 
@@ -141,11 +137,7 @@ def load_problems(
 
 
 def load_benchmark(name: str, path: str | Path, limit: int | None = None) -> list[Problem]:
-    """The (first) problems of a benchmark's file as it was published; labels are the bare final answers.
-
-    Raises:
-        InputError: the benchmark is unknown, or the file is not in its format; names the first wrong lines.
-    """
+    """The (first) problems of a benchmark's file as it was published; labels are the bare final answers."""
     if name not in BENCHMARKS:
         hint = f"; did you mean {near}?" if (near := nearest(name, BENCHMARKS)) else "."
         raise InputError(f"there is no benchmark {name!r}{hint} Known: {', '.join(BENCHMARKS)}. Other files: --data")
@@ -368,10 +360,6 @@ def _model_digest(folder: str | Path) -> str:
 def load_completions(path: str | Path, problems: Sequence[Problem]) -> list[list[str]]:
     """Saved completions: lines ``{"problem": 0, "completions": ["text", ...]}``, in any order; those of later problems
     are left out. A line of settings, and completions that are objects with ``text``, are what :class:`Store` writes.
-
-    Raises:
-        InputError: the file has another format, lacks problems, has different numbers of completions, or says that they
-            are of other prompts.
     """
     found: dict[int, list[str]] = {}
     remedy = 'give lines {"problem": 0, "completions": ["text", ...]}'

@@ -116,10 +116,8 @@ class Request:
         if given.out and Path(given.out).exists() and not Path(given.out).is_dir():
             yield f"--out must be a folder: {given.out} is none"
         if given.engine == "vllm" and given.device not in ("cpu", "cuda"):
-            yield (
-                f"--device must be cpu or cuda with --engine vllm: got {given.device}; "
-                "CUDA_VISIBLE_DEVICES chooses the GPUs"
-            )
+            which = "CUDA_VISIBLE_DEVICES chooses the GPUs"
+            yield f"--device must be cpu or cuda with --engine vllm: got {given.device}; {which}"
         elif given.device.startswith("cuda") and not has_cuda():
             yield f"--device {given.device}: torch finds no CUDA device on this machine; --device cpu is the default"
 
@@ -141,32 +139,22 @@ class Request:
     def _measure_faults(self) -> Iterator[str]:
         given = self.arguments
         if given.completions:
-            asked = [name for name in ("greedy", "short_tokens", "entropy", "reference") if getattr(given, name)]
-            if asked:
-                yield (
-                    f"--{', --'.join(asked)}: --completions has texts without tokens; sample them with --model instead "
-                    "of --completions"
-                )
+            if asked := [name for name in ("greedy", "short_tokens", "entropy", "reference") if getattr(given, name)]:
+                remedy = "sample them with --model instead of --completions"
+                yield f"--{', --'.join(asked)}: --completions has texts without tokens; {remedy}"
             return
         if given.short_tokens is not None and given.short_tokens >= given.max_new_tokens:
-            yield (
-                f"--short_tokens must be below --max_new_tokens ({given.max_new_tokens}), where every completion is "
-                f"short: got {given.short_tokens}"
-            )
+            most = f"--max_new_tokens ({given.max_new_tokens}), where every completion is short"
+            yield f"--short_tokens must be below {most}: got {given.short_tokens}"
         if self._measures:
             option = "--entropy" if given.reference is None else "--reference"
             if given.engine == "vllm":
                 yield f"{option} needs a model in plain transformers: give --engine transformers, got vllm"
             if given.temperature == 0:
                 yield f"{option} needs --temperature above 0, where tokens are drawn from a distribution: got 0"
-        if given.reference is not None:
-            yield from self._reference_faults()
-
-    def _reference_faults(self) -> Iterator[str]:
-        given = self.arguments
-        if not Path(given.reference).is_dir():
+        if given.reference is not None and not Path(given.reference).is_dir():
             yield f"--reference must be a folder with a Hugging Face checkpoint: {given.reference} is none"
-        elif given.model is not None and Path(given.model).is_dir():
+        elif given.reference is not None and given.model is not None and Path(given.model).is_dir():
             yield from self._attempt(lambda: _require_one_vocabulary(given.model, given.reference))
 
     def _sample_faults(self, samples: int) -> Iterator[str]:
@@ -179,10 +167,8 @@ class Request:
         then = before.get("prompts", problems) + before.get("skipped_overlong", 0)
         name = before.get("benchmark", task.name)
         if (name, then) != (task.name, problems):
-            yield (
-                f"--compare: {self.arguments.compare} is of {then} problems of {name}, this is of {problems} of "
-                f"{task.name}: give an earlier result of the same problems (--limit)"
-            )
+            yield (f"--compare: {self.arguments.compare} is of {then} problems of {name}, this is of {problems} of "
+                f"{task.name}: give an earlier result of the same problems (--limit)")  # fmt: skip
 
     @cached_property
     def before(self) -> dict[str, Any] | None:
@@ -293,10 +279,8 @@ def _require_one_vocabulary(model: str, reference: str) -> None:
     sizes = [_vocabulary_size(folder) for folder in (model, reference)]
     remedy = "give the checkpoint that the model was trained from"
     if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"--reference must have the vocabulary of --model: {reference} has {sizes[1]} tokens, {model} has "
-            f"{sizes[0]}; {remedy}"
-        )
+        raise ValueError(f"--reference must have the vocabulary of --model: {reference} has {sizes[1]} tokens, {model} "
+            f"has {sizes[0]}; {remedy}")  # fmt: skip
     if (difference := tokenizer_difference(model, reference)) is not None:
         raise ValueError(f"--reference must have the tokenizer of --model: {difference}; {remedy}")
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-# ---- accuracy with its error, pass@k, maj@k, intervals: pure functions of plain numbers -----------------------------
-
 _MOST_SUBSETS = 2000
 SOLVED = 1.0
 """A completion is correct when its score reaches this."""

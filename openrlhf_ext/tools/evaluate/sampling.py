@@ -326,11 +326,7 @@ class Measures:
 
     @torch.inference_mode()
     def __call__(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Completions (with ``ids``) with their ``entropy``, and with a reference their ``kl``: means, in nats.
-
-        Raises:
-            ValueError: a number is not finite, since a model's logits are not.
-        """
+        """Completions (with ``ids``) with their ``entropy``, and with a reference their ``kl``: means, in nats."""
         for model in filter(None, (self._policy, self._reference)):
             nn.Module.to(model, self._device)  # transformers' own wrapper of it has no type
         measured = list(completions)

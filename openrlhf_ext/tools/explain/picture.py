@@ -23,7 +23,6 @@ class Quantity:
     """What one panel shows.
 
     Attributes:
-        meaning: of the name, with the unit.
         scale: ``amount`` for numbers from 0 up, ``signed`` for numbers whose sign says most and whose sizes are to
             be compared within a sign, ``deviation`` for numbers around 0, ``factor`` for numbers around 1, ``choice``
             for 0 and 1.

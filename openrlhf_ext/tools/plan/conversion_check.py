@@ -48,12 +48,8 @@ class CheckSettings:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What was found.
-
-    Attributes:
-        different: exported tensors that are not bit for bit those of the files (cast to the dtype).
-        missing: tensors of the files that were not exported, apart from those that no model reads.
-    """
+    """``different``: exported tensors that are not bit for bit those of the files (cast to the dtype); ``missing``:
+    those of the files that were not exported, apart from those that no model reads."""
 
     tensors: int
     parameters: int

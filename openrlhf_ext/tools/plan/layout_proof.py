@@ -32,6 +32,7 @@ from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read
 from openrlhf_ext.megatron.model.weight_map import Rule, Shard, hf_shapes, hf_tensors, shard_runs
 from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.outputs import aligned
+from openrlhf_ext.tools.plan.memory import COPIES
 
 _MAIN_GRAD_BYTES = 4  # gradients are accumulated in fp32
 _GIB = 1 << 30
@@ -51,7 +52,7 @@ class RankShare:
         layers: global layers of each model chunk.
         optimizer_bytes: Adam's two moments in fp32, and fp32 master weights where parameters are bf16; divided over the
             data- and context-parallel ranks by the distributed optimizer.
-        copy_bytes: copies of weights that layers keep beside the weights themselves (FP8).
+        copy_bytes: copies of weights that layers keep beside the weights themselves.
     """
 
     ranks: tuple[int, ...]
@@ -215,13 +216,13 @@ def format_proof(proof: LayoutProof) -> str:
     """One row for all ranks that hold as much of the same layers, and what was proved."""
     heaviest = max(proof.shares, key=lambda share: share.state_bytes)
     copies = any(share.copy_bytes for share in proof.shares)
-    header = (*_SHARE, *_MEMORY, *(["FP8 copies"] if copies else []), "GiB together", "ranks")
+    header = (*_SHARE, *_MEMORY, *([COPIES] if copies else []), "GiB together", "ranks")
     alike: dict[tuple[Any, ...], list[RankShare]] = defaultdict(list)
     for share in proof.shares:
         alike[dataclasses.astuple(dataclasses.replace(share, ranks=(), tensor=0))].append(share)
     rows = [header, *(_row(shares, copies) for shares in alike.values())]
     table = [f"  {line}" for line in aligned(rows)]
-    what = "weights, fp32 gradients, optimizer" + (", FP8 copies of weights" if copies else "")
+    what = "weights, fp32 gradients, optimizer" + (f", {COPIES} of weights" if copies else "")
     title = f"memory per rank before activations ({what}), GiB:"
     return "\n".join([title, *table, *_conclusions(proof, heaviest)]) + "\n"
 

@@ -31,6 +31,7 @@ from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.ranks.shared_gpu import RESERVE_BYTES, Parts, shared_parts
 
 GIB = 1 << 30
+COPIES = "FP8 copies"
 _GRADIENT_BYTES = 4  # accumulated in fp32
 _PARAMETER_UNIT, _BUCKET_UNIT = 64, 128
 """Where parameters begin in the distributed optimizer's buffer, and buckets end (megatron-core 0.16.1
@@ -44,9 +45,6 @@ _BUILT = (
 """Parameters of a layer in the order in which Megatron builds them, in which the buffer has them from its end."""
 
 Kernels = Literal["local", "flash"]
-
-
-# ---- states ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class States:
     def parts(self) -> dict[str, int]:
         return _there({
             "weights": self.weights, "gradients (fp32)": self.gradients, "optimizer": self.optimizer,
-            "FP8 copies of weights": self.copies,
+            f"{COPIES} of weights": self.copies,
         })  # fmt: skip
 
 
@@ -83,7 +81,6 @@ class StateOptions:
         param_bytes: 2 (bf16, with fp32 master weights) or 4.
         distributed: Adam's states are divided over the data- and context-parallel ranks.
         bucket_size: in parameters, where gradients are reduced during the backward pass; None = one bucket.
-        converters: whose copies of weights are counted.
     """
 
     param_bytes: int = 2
@@ -226,8 +223,6 @@ class Pass:
     Attributes:
         tokens: of a micro-batch on one rank, its context-parallel share.
         sequence: tokens of each of its sequences, all ranks together; they are taken to be equally long.
-        kernels: which set of formulas holds.
-        param_bytes: of an entry of parameters and activations.
         fp8: linear layers keep their inputs in FP8, one byte an entry (``flash`` only).
     """
 
@@ -348,8 +343,7 @@ class Workload:
     Attributes:
         prompts, group: prompts of a batch, and responses to each.
         prompt_tokens, response_tokens: mean lengths; every sequence is taken to be that long.
-        longest: tokens of the longest response.
-        batch: samples of an optimizer update.
+        longest, batch: tokens of the longest response; samples of an optimizer update.
         scored_by: models that compute log-probs before training: the policy, a reference, a guide.
     """
 
@@ -498,9 +492,7 @@ def moments(
 ) -> tuple[Moment, ...]:
     """The fullest GPU at each time; engines and a critic may be on GPUs of their own.
 
-    Args:
-        engine: of a worker that is awake.
-        policy, critic: states, and what training adds to them, of the fullest ranks.
+    The engine's worker is awake; a model's parts are states, and what training adds to them, of the fullest ranks.
     """
     staging = 2 * config.weight_sync.bucket_mib << 20
     (states, working), (critic_states, critic_working) = policy, critic or ({}, {})

@@ -116,10 +116,8 @@ class Candidate:
 class Planner:
     """Plans one run on one kind of GPU, in place of the layout that its configuration has.
 
-    Attributes:
-        response_tokens, prompt_tokens: mean lengths; None for 0.6 of the longest response, and for what is left of
-            ``data.max_len`` beside it, at most 512.
-        device_memory: bytes of the GPU that is there; None for those of the data sheet.
+    Mean lengths are by default 0.6 of the longest response, and what is left of ``data.max_len`` beside it, at most
+    512; ``device_memory``: bytes of the GPU that is there, or those of the data sheet.
     """
 
     config: RunConfig
@@ -426,30 +424,22 @@ def binding(candidate: Candidate) -> str:
     named = f"{longest} (grading, waking up)" if longest == "other" else longest
     fullest = candidate.fullest
     tight = "; that is tight, and parts of the sum are estimates" if candidate.tight() else ""
-    return (
-        f"{named} takes most of a step ({phases[longest] / seconds.step:.0%}); memory is fullest while "
+    return (f"{named} takes most of a step ({phases[longest] / seconds.step:.0%}); memory is fullest while "
         f"{fullest.doing}, {fullest.total / candidate.memory:.0%} of a GPU, and {fullest.largest} is the largest part "
-        f"of that{tight}"
-    )
+        f"of that{tight}")  # fmt: skip
 
 
 def lacking(candidate: Candidate) -> str:
     """What does not fit: an engine into its share, or a GPU's parts into its memory."""
     moment, gib = candidate.fullest, 1 << 30
     if moment.total - candidate.memory < candidate.short:
-        return (
-            f"an engine lacks {candidate.short / gib:.1f} GiB of its share of a GPU ({SHARE} {candidate.share:g}) for "
-            "its weights, activations and one of the longest sequences in its KV cache"
-        )
+        return (f"an engine lacks {candidate.short / gib:.1f} GiB of its share of a GPU ({SHARE} {candidate.share:g}) "
+            "for its weights, activations and one of the longest sequences in its KV cache")  # fmt: skip
     if moment.doing == "sampling" and moment.largest == KV_CACHE:
-        return (
-            f"the engines' share of a GPU ({SHARE} {candidate.share:g}) leaves {candidate.short / gib:.1f} GiB too "
-            "little for the rest"
-        )
-    return (
-        f"memory while {moment.doing}: {candidate.short / gib:.1f} GiB are missing, and {moment.largest} is the "
-        "largest part"
-    )
+        return (f"the engines' share of a GPU ({SHARE} {candidate.share:g}) leaves {candidate.short / gib:.1f} GiB too "
+            "little for the rest")  # fmt: skip
+    return (f"memory while {moment.doing}: {candidate.short / gib:.1f} GiB are missing, and {moment.largest} is the "
+        "largest part")  # fmt: skip
 
 
 # ---- whether a run would start, and the memory of its fullest GPUs beside that of a GPU -----------------------------
@@ -508,11 +498,9 @@ def _model_lines(config: RunConfig) -> Iterator[str]:
 def _places(config: RunConfig) -> Iterator[str]:
     workers, ranks = config.engine_workers, config.training_ranks
     shared = config.train.colocate_all
-    yield (
-        f"GPUs: {config.world_size if shared else ranks + workers}: {ranks} ranks that train or score, "
+    yield (f"GPUs: {config.world_size if shared else ranks + workers}: {ranks} ranks that train or score, "
         f"{config.vllm.num_engines} engines of {config.vllm.tensor_parallel_size} on "
-        f"{'the same' if shared else 'others'}"
-    )
+        f"{'the same' if shared else 'others'}")  # fmt: skip
 
 
 def _memory_lines(laid_out: Candidate, gpu: str) -> Iterator[str]:

@@ -84,13 +84,8 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Engines:
-    """The rollout engines.
-
-    Attributes:
-        kv_bytes: of the KV cache on one GPU.
-        most: requests that an engine works on at a time.
-        prefix_caching: a group's prompt is computed once.
-    """
+    """The rollout engines; each works on ``most`` requests at a time, ``kv_bytes`` are those of one GPU's KV cache, and
+    with ``prefix_caching`` a group's prompt is computed once."""
 
     count: int
     tensor_parallel_size: int

@@ -33,8 +33,6 @@ from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.reporting.progress import SMOOTHED_FROM, moving_mean, smoothing_window
 from openrlhf_ext.tools.explain.picture import Color, Palette, Quantity, ink_on
 
-# ---- what a run's folder holds, also while the run goes on, and of runs that kept less ------------------------------
-
 Record = dict[str, Any]
 _ENDS = {"end": "finished", "failure": "failed", "interrupted": "interrupted"}
 _BEGINS = {"start", "restart", "resumed"}
