@@ -416,6 +416,10 @@ def _stand_in(draft: _Draft) -> None:
             draft.values[ours], draft.origins[ours] = value, f"{draft.origins[name]}, as {name}"
             if str(value) != str(option_table()[name].default):
                 draft.lines.append(f"{name} {value_text(value)} is read as {ours} {value_text(value)}")
+    shares = str(draft.values.get("train.colocate_all")).lower() == "true"
+    if shares and draft.values.get("vllm.sync_backend") == "nccl":
+        draft.values["vllm.sync_backend"] = "auto"
+        draft.lines.append("vllm.sync_backend nccl with train.colocate_all is read as auto: CUDA IPC, as in OpenRLHF")
 
 
 def _resolve_paths(draft: _Draft) -> None:

@@ -141,11 +141,7 @@ def colocation(config: RunConfig) -> Iterator[Violation]:
 
 def transport(config: RunConfig) -> Iterator[Violation]:
     options = ("vllm.sync_backend", "train.colocate_all")
-    if config.vllm.sync_backend == "nccl" and config.train.colocate_all:
-        yield Violation(options,
-            "vllm.sync_backend nccl needs engines with GPUs of their own, NCCL takes one rank per GPU: got nccl and "
-            "train.colocate_all; use auto or cuda_ipc")
-    elif config.vllm.sync_backend == "nccl" and config.train.full_determinism_enable:
+    if config.vllm.sync_backend == "nccl" and config.train.full_determinism_enable:
         yield Violation(("vllm.sync_backend", "train.full_determinism_enable"),
             "vllm.sync_backend nccl needs the same settings of NCCL in policy and engines, and batch-invariant engines "
             "(train.full_determinism_enable) have others, one channel and one thread: got nccl and "
@@ -243,18 +239,6 @@ def groups(config: RunConfig) -> Iterator[Violation]:
             f"the responses to one prompt: got {group}; 8 is a usual value")
 
 
-def token_budgets(config: RunConfig) -> Iterator[Violation]:
-    max_len, cp = config.data.max_len, config.megatron.context_parallel_size
-    for option in (
-        ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu") if config.train.dynamic_batch_enable else ()
-    ):
-        tokens = value_of(config, option)
-        if tokens is not None and tokens * cp < max_len:
-            yield Violation((option, "data.max_len", "megatron.context_parallel_size"),
-                f"{option} * megatron.context_parallel_size must be at least data.max_len, a micro-batch holds whole "
-                f"sequences: got {tokens} * {cp} < {max_len} tokens; use {-(-max_len // cp)} or more")
-
-
 def lengths(config: RunConfig) -> Iterator[Violation]:
     """Responses fit into sequences, and the overlong buffer into responses."""
     response, max_len = config.rollout.max_new_tokens, config.data.max_len
@@ -342,7 +326,7 @@ def two_names(config: RunConfig) -> Iterator[Violation]:
 
 RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
     policy_layout, samples_of_ranks, profiled_ranks, critic_layout, nodes, recomputation, precision.parameters,
-    colocation, transport, reference, guide, batches, groups, token_budgets, lengths, evaluations, streaming,
+    colocation, transport, reference, guide, batches, groups, lengths, evaluations, streaming,
     reserved_keys, adaptive_kl, two_names,
 )  # fmt: skip
 
@@ -418,8 +402,21 @@ def unused_graders(config: RunConfig) -> Iterator[str]:
             yield from _idle(config, f"reward.{leaf}", "reward.remote_url names servers, which grade elsewhere")
 
 
+def token_budgets(config: RunConfig) -> Iterator[str]:
+    """As in OpenRLHF, a sequence that is longer than the budget gets a micro-batch of its own."""
+    max_len, cp = config.data.max_len, config.megatron.context_parallel_size
+    for name in ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu") if config.train.dynamic_batch_enable else ():
+        tokens = value_of(config, name)
+        if tokens is not None and tokens * cp < max_len:
+            yield (
+                f"{name} * megatron.context_parallel_size is below data.max_len ({tokens} * {cp} < {max_len} tokens): "
+                "a longer sequence is a micro-batch of its own, and takes the memory of one"
+            )
+
+
 WARNINGS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     hub_names, memory_and_timing, precision.determinism, restarts, unused_modes, unused_models, unused_graders,
+    token_budgets,
 )  # fmt: skip
 
 

@@ -67,7 +67,8 @@ def format_help(pattern: str = "", own_file: str | None = None) -> str:
     for group, options in groupby(supported, key=_group):
         blocks.append("\n".join([f"{group}:", *(_help_entry(option) for option in options)]) + "\n")
     if refused:
-        blocks.append("\n".join(["refused unless left at their default:", *map(_refused_entry, refused)]) + "\n")
+        heading = "refused, or without a meaning here, unless left at their default:"
+        blocks.append("\n".join([heading, *map(_refused_entry, refused)]) + "\n")
     return "\n".join(blocks)
 
 
@@ -81,8 +82,9 @@ def format_markdown() -> str:
     lines += ["### Options of the estimators", ""]
     lines += ["As `algo.<estimator>.<option>`; what they do is in [methods.md](methods.md).", ""]
     lines += [*_markdown_table(("option", "type", "default", "estimators", "meaning"), _method_rows()), ""]
-    lines += ["### Options of OpenRLHF that are refused", ""]
-    lines += [*_markdown_table(("option", "inert value", "why", "instead"), map(_refused_row, refused)), ""]
+    lines += ["### Options of OpenRLHF that are refused or mean nothing here", ""]
+    lines += ["Any other value than the inert one is refused, or accepted with a line that says why.", ""]
+    lines += [*_markdown_table(("option", "inert value", "else", "why", "instead"), map(_refused_row, refused)), ""]
     lines += ["### Where defaults or choices differ from OpenRLHF", ""]
     rows = [(f"`{entry.name}`", entry.upstream, entry.ours, entry.why) for entry in DIFFERENCES]
     lines += _markdown_table(("option", "OpenRLHF", "here", "why"), rows)
@@ -147,7 +149,8 @@ def _help_entry(option: Option) -> str:
 
 def _refused_entry(option: Option) -> str:
     assert option.unsupported is not None
-    text = f"--{option.name} [{option.shown_default}]: {option.unsupported.why}; {option.unsupported.instead}"
+    verdict = "refused" if option.unsupported.yet else "no meaning"
+    text = f"--{option.name} [{option.shown_default}] {verdict}: {option.unsupported.why}; {option.unsupported.instead}"
     return textwrap.fill(text, _WIDTH, initial_indent="   ", subsequent_indent=" " * 7)
 
 
@@ -162,7 +165,9 @@ def _markdown_row(option: Option) -> Sequence[str]:
 
 def _refused_row(option: Option) -> Sequence[str]:
     assert option.unsupported is not None
-    return f"`{option.name}`", _code(option.shown_default), option.unsupported.why, option.unsupported.instead
+    reason = option.unsupported
+    verdict = "refused" if reason.yet else "a line"
+    return f"`{option.name}`", _code(option.shown_default), verdict, reason.why, reason.instead
 
 
 def _code(text: str) -> str:

@@ -76,16 +76,16 @@ def test_parameters_are_gathered_late_only_in_buckets_and_from_shards(problems, 
     assert "megatron.ddp_bucket_size has no effect: got 1000, and megatron.overlap_grad_reduce is off" in warning
 
 
-def test_micro_batches_hold_the_longest_sequence(problems, load):
+def test_a_sequence_longer_than_the_budget_is_a_micro_batch_of_its_own(load):
     dynamic = ("--train.dynamic_batch_enable", "--data.max_len", "256")
-    assert problems(*dynamic) == []
-    assert problems(*dynamic, "--train.max_tokens_per_gpu", "256", "--rollout.max_tokens_per_gpu", "256") == []
-    (message,) = problems(*dynamic, "--train.max_tokens_per_gpu", "255")
-    assert "got 255 * 1 < 256 tokens; use 256 or more" in message
-    (message,) = problems(*dynamic, "--rollout.max_tokens_per_gpu", "100")
-    assert message.startswith("rollout.max_tokens_per_gpu")
-    (message,) = problems(*dynamic, "--megatron.context_parallel_size", "2", "--train.max_tokens_per_gpu", "127")
-    assert "got 127 * 2 < 256 tokens; use 128 or more" in message
+    assert load(*dynamic).warnings == ()
+    assert load(*dynamic, "--train.max_tokens_per_gpu", "256", "--rollout.max_tokens_per_gpu", "256").warnings == ()
+    (line,) = load(*dynamic, "--train.max_tokens_per_gpu", "255").warnings
+    assert "below data.max_len (255 * 1 < 256 tokens): a longer sequence is a micro-batch of its own" in line
+    (line,) = load(*dynamic, "--rollout.max_tokens_per_gpu", "100").warnings
+    assert line.startswith("rollout.max_tokens_per_gpu")
+    (line,) = load(*dynamic, "--megatron.context_parallel_size", "2", "--train.max_tokens_per_gpu", "127").warnings
+    assert "(127 * 2 < 256 tokens)" in line
     for option in ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu"):
         for tokens in ("4096", "16192"):
             (warning,) = load(f"--{option}", tokens).warnings
@@ -156,9 +156,11 @@ def test_the_overlong_buffer_fits_into_the_response(problems, load):
     assert "reward.overlong_penalty_factor has no effect: got 2, and reward.overlong_buffer_len is not set" in warning
 
 
-def test_the_weight_transport_fits_where_the_engines_are(problems):
+def test_the_weight_transport_fits_where_the_engines_are(problems, load):
     assert problems("--vllm.sync_backend", "gloo") == []
     assert problems("--vllm.sync_backend", "nccl") == []
+    shared = load("--vllm.sync_backend", "nccl", *COLOCATED, *TWO_ENGINES)
+    assert shared.vllm.sync_backend == "auto" and "is read as auto: CUDA IPC" in shared.warnings[0]
     (both,) = problems("--vllm.sync_backend", "nccl", "--train.full_determinism_enable")
     assert "one channel and one thread" in both and "use auto or gloo" in both
     assert problems("--train.full_determinism_enable") == []

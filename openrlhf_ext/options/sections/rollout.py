@@ -84,11 +84,12 @@ class WeightSync(Section):
 class Reward(Section):
     """Where rewards come from, and what happens when grading fails."""
 
-    needs = {"reward.overlong_buffer_len": ("overlong_penalty_factor",)}
+    needs = {"reward.overlong_buffer_len": ("overlong_penalty_factor",),
+        "reward.model_name_or_path": ("num_nodes", "num_gpus_per_node", "normalize_enable", "offload")}
 
-    num_nodes: Int = not_yet(1, "nodes of the reward model", **_REWARD_MODEL)
-    num_gpus_per_node: Int = not_yet(8, "GPUs per node of the reward model", **_REWARD_MODEL)
-    normalize_enable: bool = not_yet(False, "normalize the reward model's output", **_REWARD_MODEL)
+    num_nodes: Int = option(1, "nodes of the reward model", ge=1)
+    num_gpus_per_node: Int = option(8, "GPUs per node of the reward model", ge=1)
+    normalize_enable: bool = option(False, "normalize the reward model's output by mean and std of its config.json")
     clip_range: tuple[Float, Float] | None = option(None,
         "LOW HIGH that rewards are clipped to after the estimator's baseline; sets its reward_clip",
         default_text="-10 10 with OpenRLHF's own estimators")
@@ -104,7 +105,7 @@ class Reward(Section):
     remote_url: str | None = option(None,
         "where responses are graded: a .py file that defines reward_func(queries, prompts, labels), which gets "
         "completions too if it takes them, or the http(s) URLs of reward servers, separated by commas", path="input")
-    offload: bool = not_yet(False, "keep the reward model in host memory between uses", **_REWARD_MODEL)
+    offload: bool = option(False, "keep the reward model in host memory between uses")
     timeout_s: Float = added(30,
         "longest time one call of the reward function, one request to a reward server, or what an agent awaits "
         "between two generations may take, seconds", gt=0)

@@ -11,7 +11,6 @@ from pydantic import AfterValidator, Field
 
 from openrlhf_ext.options import Float, Int, Reason, Section, Violation, Words, added, not_yet, option
 
-_REWARD_MODEL: Reason = {"why": "reward models are not run", "instead": "leave it out"}
 _EMA: Reason = {"why": "no moving average of the weights is kept", "instead": "leave it out"}
 _IMAGES: Reason = {"why": "only text models are built", "instead": "leave it out"}
 
@@ -34,11 +33,12 @@ class Train(Section):
 
     needs = {"!train.dynamic_batch_enable": ("micro_batch_size",),
         "train.async_enable": ("async_queue_size", "partial_rollout_enable"),
-        "train.max_staleness | train.async_enable": ("late_groups",)}
+        "train.max_staleness | train.async_enable": ("late_groups",),
+        "reward.model_name_or_path": ("colocate_critic_reward",)}
 
     colocate_actor_ref: bool = option(False,
         "keep the reference model with the policy's ranks (in their host memory) although ref.num_* is set")
-    colocate_critic_reward: bool = not_yet(False, "share GPUs between critic and reward model", **_REWARD_MODEL)
+    colocate_critic_reward: bool = option(False, "share GPUs between critic and reward model")
     colocate_all: bool = option(False,
         "policy ranks and engine workers share GPUs, one of each on every GPU (docs/modes.md); see ds.enable_sleep "
         "and vllm.enable_sleep")
