@@ -163,7 +163,7 @@ _RETURNS = {
     "clip_high": 0.2,
     "kl_coef": 0.0,
     "policy_loss_type": "ppo",
-    "reward_clip": None,
+    "reward_clip": (-10, 10),
 }
 _WHITEN = {"whiten": True, "normalize_std": True, "adv_eps": 1e-8}
 DEFAULTS |= {
