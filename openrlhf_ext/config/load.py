@@ -27,7 +27,18 @@ from openrlhf_ext.config.run_config import (
 from openrlhf_ext.config.show import format_help
 from openrlhf_ext.config.upstream import EARLIER_DEFAULTS, STANDS_FOR, is_earlier, of_earlier, read_earlier
 from openrlhf_ext.inputs import InputError, read_text, shown
-from openrlhf_ext.options import ConfigError, Fault, Option, Violation, is_set, nest, read, value_of, value_text
+from openrlhf_ext.options import (
+    ConfigError,
+    Fault,
+    Option,
+    Violation,
+    is_set,
+    nest,
+    no_effect,
+    read,
+    value_of,
+    value_text,
+)
 from openrlhf_ext.options.sections.algo import OTHER_ESTIMATORS
 
 COMMAND_LINE = "command line"
@@ -412,10 +423,15 @@ def _stand_in(draft: _Draft) -> None:
     """Sizes and types that OpenRLHF gives DeepSpeed are Megatron's, unless those are given."""
     for name, ours in STANDS_FOR.items():
         value = draft.values.pop(name, None)
-        if value is not None and ours not in draft.values:
-            draft.values[ours], draft.origins[ours] = value, f"{draft.origins[name]}, as {name}"
-            if str(value) != str(option_table()[name].default):
-                draft.lines.append(f"{name} {value_text(value)} is read as {ours} {value_text(value)}")
+        if value is None:
+            continue
+        if ours in draft.values:
+            if str(value) != str(draft.values[ours]):
+                draft.lines.append(no_effect(name, value, f"{ours} is given as {value_text(draft.values[ours])}"))
+            continue
+        draft.values[ours], draft.origins[ours] = value, f"{draft.origins[name]}, as {name}"
+        if str(value) != str(option_table()[name].default):
+            draft.lines.append(f"{name} {value_text(value)} is read as {ours} {value_text(value)}")
     shares = str(draft.values.get("train.colocate_all")).lower() == "true"
     if shares and draft.values.get("vllm.sync_backend") == "nccl":
         draft.values["vllm.sync_backend"] = "auto"

@@ -7,13 +7,14 @@ Which of its options are refused, and why, stands beside the option (``not_yet``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_ext.config.run_config import RunConfig, from_words, option_table
-from openrlhf_ext.options import info_of, leaf_fields, nest, value_of
+from openrlhf_ext.options import info_of, leaf_fields, nest, value_of, value_text
 
 
 def upstream_args(config: RunConfig) -> SimpleNamespace:
@@ -180,14 +181,14 @@ def of_earlier(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Options of today that options in earlier names ask for, and what is wrong with them."""
     present = {name: present_name(name) for name in given if name not in _OTHERS}
     values = {today: given[name] for name, today in present.items() if today is not None}
-    faults = []
+    faults: list[str] = []
     if _is_on(given.get("bf16")):
         values["megatron.param_dtype"] = "bf16"
-    if (coef := given.get("ptx_coef")) is not None and float(coef) > 0:
-        faults.append(f"ptx_coef {coef} would mix pretraining data into the loss, which is not built; set it to 0")
-    if lengths := [name for name in _LENGTHS if name in given]:
-        prompt, response = (int(given.get(name, 1024)) for name in _LENGTHS)
-        values |= {"data.max_len": prompt + response, "rollout.max_new_tokens": response} if lengths else {}
+    if (coef := _number(given, "ptx_coef", 0.0, faults)) > 0:
+        faults.append(f"ptx_coef {coef:g} would mix pretraining data into the loss, which is not built; set it to 0")
+    if any(name in given for name in _LENGTHS):
+        prompt, response = (int(_number(given, name, 1024, faults)) for name in _LENGTHS)
+        values |= {"data.max_len": prompt + response, "rollout.max_new_tokens": response}
     if any(_is_on(given.get(name)) for name in _ENABLE):
         kind = next((str(given[name]) for name in _TYPE if name in given), "tis")
         kind = "icepop" if _is_on(given.get("use_icepop")) else kind
@@ -198,6 +199,18 @@ def of_earlier(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if _THRESHOLD in given:
             values["algo.advantage.is_correction_threshold"] = given[_THRESHOLD]
     return values, faults
+
+
+def _number(given: Mapping[str, Any], name: str, default: float, faults: list[str]) -> float:
+    value = given.get(name, default)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        faults.append(f"{name}: expected a number, got {value_text(value)}")
+        return default
+    return number
 
 
 def _is_on(value: Any) -> bool:

@@ -80,6 +80,10 @@ def test_what_an_earlier_release_asks_for_is_judged_as_todays_is(problems):
     assert mixed.startswith("ptx_coef 0.05 would mix pretraining data into the loss")
     (kind,) = problems("--enable_vllm_is_correction", "--vllm_is_correction_type", "tiss")
     assert "must be one of tis, icepop, seq-mask-tis: got tiss" in kind
+    assert problems("--prompt_max_len", "long", "--ptx_coef", "x")[:2] == [
+        "ptx_coef: expected a number, got x (command line)",
+        "prompt_max_len: expected a number, got long (command line)",
+    ]
     (model,) = problems("--reward_pretrain", "model")
     assert model.startswith("reward.model_name_or_path is not supported")
     (wrong,) = problems("--micro_train_batch_size", "many")
@@ -92,5 +96,6 @@ def test_what_deepspeed_is_given_is_megatrons(load, problems):
     assert config.warnings[0] == "ds.tensor_parallel_size 2 is read as megatron.tensor_parallel_size 2"
     both = load("--ds.tensor_parallel_size", "2", "--megatron.tensor_parallel_size", "1")
     assert both.megatron.tensor_parallel_size == 1
+    assert both.warnings[0].startswith("ds.tensor_parallel_size has no effect: got 2, and megatron.")
     (half,) = problems("--ds.param_dtype", "fp16")
     assert half.startswith("megatron.param_dtype: expected one of") and "as ds.param_dtype" in half
