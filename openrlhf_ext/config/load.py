@@ -39,7 +39,7 @@ from openrlhf_ext.options import (
     value_of,
     value_text,
 )
-from openrlhf_ext.options.sections.algo import OTHER_ESTIMATORS
+from openrlhf_ext.options.sections.algo import OPENRLHF, OPENRLHF_KL, OTHER_ESTIMATORS
 
 COMMAND_LINE = "command line"
 
@@ -432,10 +432,33 @@ def _stand_in(draft: _Draft) -> None:
         draft.values[ours], draft.origins[ours] = value, f"{draft.origins[name]}, as {name}"
         if str(value) != str(option_table()[name].default):
             draft.lines.append(f"{name} {value_text(value)} is read as {ours} {value_text(value)}")
-    shares = str(draft.values.get("train.colocate_all")).lower() == "true"
-    if shares and draft.values.get("vllm.sync_backend") == "nccl":
-        draft.values["vllm.sync_backend"] = "auto"
-        draft.lines.append("vllm.sync_backend nccl with train.colocate_all is read as auto: CUDA IPC, as in OpenRLHF")
+    _share_gpus(draft)
+
+
+def _share_gpus(draft: _Draft) -> None:
+    """What ``train.colocate_all`` asks for depends on whether engines sample while the policy trains."""
+    shares = _says(draft, "train.colocate_all")
+    streams = _says(draft, "train.async_enable") or str(draft.values.get("train.max_staleness") or 0) != "0"
+    if shares and not streams:
+        if draft.values.get("vllm.sync_backend") == "nccl":
+            draft.values["vllm.sync_backend"] = "auto"
+            draft.lines.append(
+                "vllm.sync_backend nccl with train.colocate_all is read as auto: CUDA IPC, as in OpenRLHF"
+            )
+        return
+    if shares:
+        draft.lines.append(
+            "train.colocate_all with rollouts beside training: the engines get GPUs of their own, the other models "
+            "share the policy's, as in OpenRLHF"
+        )
+    for name in ("ds.enable_sleep", "vllm.enable_sleep"):
+        if _says(draft, name):
+            del draft.values[name]
+            draft.lines.append(no_effect(name, True, "engines and policy share no GPU (train.colocate_all)"))
+
+
+def _says(draft: _Draft, flag: str) -> bool:
+    return str(draft.values.get(flag)).lower() == "true"
 
 
 def _resolve_paths(draft: _Draft) -> None:
@@ -477,6 +500,8 @@ def _derive(values: dict[str, Any]) -> None:
 
 def _resolved_defaults(config: RunConfig) -> Iterable[tuple[str, Any]]:
     """Defaults that follow from typed settings, so that the configuration that is shown loads back to the same run."""
+    if config.algo.advantage.estimator in OPENRLHF:
+        yield "algo.kl.init_coef", OPENRLHF_KL
     if config.actor.gradient_checkpointing_enable:
         yield "megatron.recompute", "full"
     if config.correction_level != "off":

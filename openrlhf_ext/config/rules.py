@@ -118,22 +118,15 @@ def recomputation(config: RunConfig) -> Iterator[Violation]:
 
 
 def colocation(config: RunConfig) -> Iterator[Violation]:
-    """Every shared GPU holds one policy rank and one worker of an engine; only sharers sleep."""
+    """Every GPU that engines share holds one policy rank and one worker of an engine."""
     engines, engine_tp = config.vllm.num_engines, config.vllm.tensor_parallel_size
-    if not config.train.colocate_all:
-        for option in ("ds.enable_sleep", "vllm.enable_sleep"):
-            if value_of(config, option):
-                yield Violation((option, "train.colocate_all"),
-                    f"{option} frees GPU memory for those who share the GPU, and without train.colocate_all nobody "
-                    f"does; add --train.colocate_all or leave {option} out")
-        return
-    if config.world_size != engines * engine_tp:
+    if config.engines_share_gpus and config.world_size != engines * engine_tp:
         yield Violation(("train.colocate_all", "actor.num_nodes", "actor.num_gpus_per_node", "vllm.num_engines",
                 "vllm.tensor_parallel_size"),
             f"train.colocate_all puts one policy rank and one engine worker on every GPU: actor.num_nodes * "
             f"actor.num_gpus_per_node must equal vllm.num_engines * vllm.tensor_parallel_size, got {config.world_size} "
             f"and {engines} * {engine_tp} = {engines * engine_tp}; change vllm.num_engines or the number of ranks")
-    if config.critic_ranks > config.world_size:
+    if config.train.colocate_all and config.critic_ranks > config.world_size:
         yield Violation(("critic.num_gpus_per_node", "critic.num_nodes", "train.colocate_all"),
             f"critic.num_nodes * critic.num_gpus_per_node must not exceed the policy's ranks with train.colocate_all, "
             f"whose GPUs the critic shares: got {config.critic_ranks} and {config.world_size}")
@@ -146,9 +139,9 @@ def transport(config: RunConfig) -> Iterator[Violation]:
             "vllm.sync_backend nccl needs the same settings of NCCL in policy and engines, and batch-invariant engines "
             "(train.full_determinism_enable) have others, one channel and one thread: got nccl and "
             "train.full_determinism_enable; use auto or gloo, or leave one of the two out")
-    if config.vllm.sync_backend == "cuda_ipc" and not config.train.colocate_all:
+    if config.vllm.sync_backend == "cuda_ipc" and not config.engines_share_gpus:
         yield Violation(options,
-            "vllm.sync_backend cuda_ipc needs engines on the policy's GPUs: got cuda_ipc without train.colocate_all; "
+            "vllm.sync_backend cuda_ipc needs engines on the policy's GPUs: got cuda_ipc and engines on others; "
             "use auto or nccl")
 
 
@@ -268,14 +261,9 @@ def evaluations(config: RunConfig) -> Iterator[Violation]:
 
 
 def streaming(config: RunConfig) -> Iterator[Violation]:
-    """What may lag can be corrected or is dropped; engines that sample beside training have GPUs of their own."""
+    """What may lag can be corrected or is dropped."""
     if config.max_staleness == 0:
         return
-    if config.train.colocate_all:
-        option = "train.async_enable" if config.train.max_staleness is None else "train.max_staleness"
-        yield Violation((option, "train.colocate_all"),
-            f"{option} and train.colocate_all exclude each other: engines that sample while the policy trains need "
-            "GPUs of their own; leave one of them out")
     # without partial rollouts nothing is in flight at a sync, so no group can be late
     if config.partial_rollouts and config.train.late_groups == "train" and config.correction_level == "off":
         yield Violation(("train.late_groups", "algo.advantage.is_correction_level"),
@@ -356,7 +344,7 @@ def hub_names(config: RunConfig) -> Iterator[str]:
 
 
 def memory_and_timing(config: RunConfig) -> Iterator[str]:
-    if config.train.colocate_all and not (config.ds.enable_sleep and config.vllm.enable_sleep):
+    if config.engines_share_gpus and not (config.ds.enable_sleep and config.vllm.enable_sleep):
         yield ("train.colocate_all without both ds.enable_sleep and vllm.enable_sleep: policy and engines are in the "
             "memory of a GPU at the same time; vllm.gpu_memory_utilization must leave room for the policy")
     if config.max_staleness > 0 and config.train.full_determinism_enable:

@@ -148,6 +148,11 @@ class RunConfig(Section):
         return (self.vllm.num_engines + guide_engines) * self.vllm.tensor_parallel_size
 
     @property
+    def engines_share_gpus(self) -> bool:
+        """Whether engines are on the policy's GPUs: with ``train.colocate_all``, unless they sample while it trains."""
+        return self.train.colocate_all and self.max_staleness == 0
+
+    @property
     def samples_per_rollout(self) -> int:
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
 
@@ -155,7 +160,7 @@ class RunConfig(Section):
     def gpu_memory_utilization(self) -> float:
         if self.vllm.gpu_memory_utilization is not None:
             return self.vllm.gpu_memory_utilization
-        return 0.8 if self.train.colocate_all else 0.95
+        return 0.8 if self.engines_share_gpus else 0.95
 
     @property
     def rollout_dtype(self) -> Literal["bf16", "fp32"]:

@@ -338,7 +338,7 @@ def _stage_layers(model: ModelShape | None, stage: int, stages: int) -> str:
 
 def _engine_lines(config: RunConfig) -> Iterator[str]:
     size = config.vllm.tensor_parallel_size
-    shared = config.train.colocate_all
+    shared = config.engines_share_gpus
     where = "on the GPUs of these policy ranks" if shared else "on GPUs of their own, placed by Ray"
     yield f"rollout: {config.vllm.num_engines} vLLM engines x tp {size}, {config.rollout_dtype}, {where}"
     if shared:

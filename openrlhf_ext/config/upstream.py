@@ -75,9 +75,9 @@ class Difference:
 
 
 DIFFERENCES = (
-    Difference("algo.advantage.estimator", "gae (and six others)", "grpo (and others)",
-        "a critic is trained only when asked for"),
-    Difference("algo.kl.init_coef", "0.01", "0.0", "a reference model is loaded only when asked for"),
+    Difference("algo.advantage.estimator", "gae (and six others)", "gae (and others)", "methods that OpenRLHF has not"),
+    Difference("algo.kl.init_coef", "0.01", "0.01 with OpenRLHF's estimators, else 0",
+        "the papers of the other methods have no penalty"),
     Difference("vllm.num_engines", "none", "1", "rollouts always come from vLLM"),
     Difference("vllm.sync_backend", "nccl", "auto (gloo, nccl, cuda_ipc)", "the same file must run on GPU and CPU"),
     Difference("vllm.gpu_memory_utilization", "0.95", "0.95; 0.8 with train.colocate_all",
@@ -133,8 +133,7 @@ _NOTHING = ("flash_attn", "perf", "actor_init_on_gpu", "ptx_coef")
 _OTHERS = (*_ENABLE, *_TYPE, _THRESHOLD, *_LENGTHS, "use_icepop", "bf16", *_NOTHING)
 """Earlier names that are no present option's: together they say a correction, lengths, or nothing."""
 EARLIER_DEFAULTS = {
-    "algo.advantage.estimator": "gae", "algo.kl.init_coef": 0.01, "data.max_len": 2048,
-    "train.micro_batch_size": 4, "rollout.micro_batch_size": 8,
+    "data.max_len": 2048, "train.micro_batch_size": 4, "rollout.micro_batch_size": 8,
 }  # fmt: skip
 """Of 0.8 and 0.9, where they differ from ours (``openrlhf/cli/train_ppo_ray.py`` of v0.8.10 and v0.9.9)."""
 

@@ -234,7 +234,7 @@ class TrainingLoop:
         seconds = grace_s - (time.monotonic() - self.guard.received_at)
         try:
             with self.deadline.limit(max(seconds, 0.0), f"saving step {self.step} after SIGTERM", "ckpt.grace_s"):
-                if self.config.train.colocate_all:
+                if self.config.engines_share_gpus:
                     self.supervisor.end_engines()  # they may be sampling, on the memory that the policy needs
                 self.checkpointer.save_before_the_end(self._finished, self.deadline.remaining)
         except Exception as error:

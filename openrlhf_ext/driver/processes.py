@@ -59,7 +59,7 @@ def reserve_policy_places(config: RunConfig) -> Reservation:
 def tensor_block_size(config: RunConfig) -> int:
     """Neighboring ranks that must be on one node: a tensor-parallel group, and a colocated engine's workers."""
     tensor = config.megatron.tensor_parallel_size
-    return math.lcm(tensor, config.vllm.tensor_parallel_size) if config.train.colocate_all else tensor
+    return math.lcm(tensor, config.vllm.tensor_parallel_size) if config.engines_share_gpus else tensor
 
 
 def engine_places(
@@ -83,7 +83,7 @@ def start_engines(config: RunConfig, use_gpu: bool, policy_places: Reservation) 
     """The vLLM actors of the policy; they start in the background."""
     if config.vllm.enable_sleep and not use_gpu:
         logger.warning("vllm.enable_sleep: vLLM cannot give up memory on CPU; the engines only stand still")
-    shared = policy_places if config.train.colocate_all else None
+    shared = policy_places if config.engines_share_gpus else None
     places = engine_places(config, use_gpu, shared, config.vllm.num_engines, "the rollout engines")
     return _create_engines(config, use_gpu, places, policy_path(config), config.vllm.num_engines, config.train.seed)
 
@@ -213,7 +213,7 @@ def initialize_policy(
     deadline: Deadline,
 ) -> None:  # fmt: skip
     """Loads the policy on every rank and connects it to the engines."""
-    share = config.gpu_memory_utilization if config.train.colocate_all else None
+    share = config.gpu_memory_utilization if config.engines_share_gpus else None
     sleeping = SleepModes(config.ds.enable_sleep, config.vllm.enable_sleep, share)
     settings, sync = policy_settings(config, steps), sync_settings(config, session.use_gpu, probe)
     refs = policy.async_run_method("init_model", settings, sync, config.train.max_epochs, engines, sleeping)

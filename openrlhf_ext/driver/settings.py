@@ -151,7 +151,7 @@ def training_steps(config: RunConfig, prompts: int) -> int:
 def sync_settings(config: RunConfig, use_gpu: bool, probe: Sequence[int]) -> SyncSettings:
     """How weights travel."""
     transport = choose_transport(
-        config.vllm.sync_backend, on_gpu=use_gpu, colocated=config.train.colocate_all,
+        config.vllm.sync_backend, on_gpu=use_gpu, colocated=config.engines_share_gpus,
         deterministic=config.train.full_determinism_enable,
     )  # fmt: skip
     workers, tolerance = config.vllm.tensor_parallel_size, config.probe_tolerance

@@ -53,6 +53,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "  num_gpus_per_node: 2\n"
         "rollout: {batch_size: 8, n_samples_per_prompt: 4, max_new_tokens: 64}\n"
         "train.batch_size: 32\n"
+        "algo.advantage.estimator: grpo\n"
         "data:\n"
         "  prompt_dataset: train.jsonl\n"
         "  input_key: question\n"

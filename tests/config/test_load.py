@@ -201,13 +201,13 @@ def test_words_without_an_option_are_violations(run_dir: Path):
 
 
 def test_all_violations_are_reported_in_one_message(run_dir: Path):
-    words = ["--config", "run.yaml", "--train.sead", "1", "--rollout.top_p", "2", "--vllm.enable_sleep",
-             "--rollout.max_new_tokens", "300", "--data.input_key", "prompt"]  # fmt: skip
+    words = ["--config", "run.yaml", "--train.sead", "1", "--rollout.top_p", "2", "--vllm.sync_backend",
+             "cuda_ipc", "--rollout.max_new_tokens", "300", "--data.input_key", "prompt"]  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         load_config(words)
     message = str(caught.value)
     assert message.startswith("5 problems in the configuration:\n- ")
-    for name in ("train.sead", "rollout.top_p", "vllm.enable_sleep", "rollout.max_new_tokens", "data.input_key"):
+    for name in ("train.sead", "rollout.top_p", "vllm.sync_backend", "rollout.max_new_tokens", "data.input_key"):
         assert name in message
     assert str(pickle.loads(pickle.dumps(caught.value))) == message
 

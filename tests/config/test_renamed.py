@@ -46,16 +46,20 @@ def test_a_script_of_an_earlier_release_is_read_as_todays(load):
     assert names.startswith("names of an earlier OpenRLHF: micro_train_batch_size, bf16, zero_stage, packing_samples, ")
     assert "data.max_len 150" in names and "train.micro_batch_size 2" in names
     assert defaults == (
-        "defaults of OpenRLHF 0.9, whose names are used: algo.kl.init_coef 0.01, rollout.micro_batch_size 8"
+        "defaults of OpenRLHF 0.9, whose names are used: rollout.micro_batch_size 8"
     )
     assert zero.startswith("ds.zero_stage is not an option of the Megatron policy") and "got 3" in zero
 
 
-def test_a_script_without_an_estimator_runs_the_one_of_its_release(load):
-    assert load("--micro_train_batch_size", "2").algo.advantage.estimator == "gae"
-    assert load("--train.micro_batch_size", "2").algo.advantage.estimator == "grpo"
-    renamed = load("--algo.advantage.is_correction_enable")  # of 0.11.0, whose other names are today's
-    assert renamed.algo.advantage.estimator == "grpo" and renamed.algo.kl.init_coef == 0
+def test_a_script_without_an_estimator_runs_openrlhfs(load, run_dir):
+    run = run_dir / "run.yaml"
+    run.write_text(run.read_text().replace("algo.advantage.estimator: grpo\n", ""))
+    for words in ((), ("--micro_train_batch_size", "2"), ("--algo.advantage.is_correction_enable",)):
+        config = load(*words)
+        assert config.algo.advantage.estimator == "gae" and config.algo.kl.init_coef == 0.01
+    assert load("--algo.kl.init_coef", "0").algo.kl.init_coef == 0
+    assert load("--algo.advantage.estimator", "rloo").algo.kl.init_coef == 0.01
+    assert load("--algo.advantage.estimator", "gtpo_entropy").algo.kl.init_coef == 0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from openrlhf_ext.config import RunConfig, format_config, option_table, placement_table, rules
 from openrlhf_ext.config.estimator import algorithm_options
-from openrlhf_ext.options import nest
+from openrlhf_ext.options import nest, value_of
 from tests.config.conftest import MODEL
 
 sizes = st.integers(1, 12)
@@ -164,7 +164,7 @@ def test_the_weight_transport_fits_where_the_engines_are(problems, load):
     (both,) = problems("--vllm.sync_backend", "nccl", "--train.full_determinism_enable")
     assert "one channel and one thread" in both and "use auto or gloo" in both
     assert problems("--train.full_determinism_enable") == []
-    assert "train.colocate_all" in problems("--vllm.sync_backend", "cuda_ipc")[0]
+    assert "engines on others" in problems("--vllm.sync_backend", "cuda_ipc")[0]
 
 
 def test_the_filter_range_is_not_empty(problems):
@@ -316,14 +316,22 @@ def test_a_colocated_run_whose_parts_do_not_sleep_is_warned_about(load):
 
 
 @pytest.mark.parametrize("option", ["ds.enable_sleep", "vllm.enable_sleep"])
-def test_only_sharers_sleep(problems, option):
-    (message,) = problems(f"--{option}")
-    assert message.startswith(option) and "add --train.colocate_all" in message
+def test_only_sharers_sleep(load, option):
+    config = load(f"--{option}")
+    assert value_of(config, option) is False
+    assert config.warnings[0].startswith(f"{option} has no effect") and "train.colocate_all" in config.warnings[0]
 
 
-def test_partial_rollouts_are_asynchronous_and_asynchronous_runs_are_not_colocated(problems):
+def test_engines_of_an_asynchronous_run_have_gpus_of_their_own(load, problems):
     assert problems("--train.async_enable", "--train.partial_rollout_enable", "--train.async_queue_size", "2") == []
-    assert "exclude each other" in problems("--train.async_enable", *COLOCATED, *TWO_ENGINES)[0]
+    for streams in (["--train.async_enable"], ["--train.max_staleness", "1"]):
+        config = load(*streams, *COLOCATED, "--vllm.num_engines", "3", *GAE)
+        assert config.warnings[0].startswith("train.colocate_all with rollouts beside training: the engines get GPUs")
+        assert [warning.split()[0] for warning in config.warnings[1:3]] == ["ds.enable_sleep", "vllm.enable_sleep"]
+        assert not config.engines_share_gpus and config.gpu_memory_utilization == 0.95
+        shown = placement_table(config)
+        assert "on GPUs of the policy" in shown and "on GPUs of their own" in shown
+    assert load(*COLOCATED, *TWO_ENGINES, "--train.max_staleness", "0").engines_share_gpus
 
 
 def test_openrlhfs_names_come_to_a_number_of_versions_that_a_token_may_lag(load, problems):
@@ -340,7 +348,6 @@ def test_openrlhfs_names_come_to_a_number_of_versions_that_a_token_may_lag(load,
     two_names = ("--train.async_enable", "--train.max_staleness", "2", "--train.async_queue_size", "3")
     assert "two names of one number, got 2 and 3" in problems(*two_names)[0]
     assert "train.max_staleness 0 forbids" in problems("--train.async_enable", "--train.max_staleness", "0")[0]
-    assert "exclude each other" in problems("--train.max_staleness", "1", *COLOCATED, *TWO_ENGINES)[0]
 
 
 def test_late_groups_are_corrected_or_dropped(load, problems):
@@ -406,12 +413,14 @@ def test_the_placement_shows_which_ranks_share_gpus_with_which_engine(load):
 
 GAE = ("--algo.advantage.estimator", "gae", "--critic.num_gpus_per_node", "2")
 KL = ("--algo.kl.init_coef", "0.01", "--algo.kl.use_loss")
+NO_KL = ("--algo.kl.init_coef", "0")
 
 
 def test_gae_gets_its_options_from_openrlhfs_flags(load):
-    words = [*GAE, "--algo.advantage.gamma", "0.99", "--algo.advantage.lambd", "0.95", "--actor.eps_clip", "0.1"]
+    words = [*GAE, *NO_KL, "--algo.advantage.gamma", "0.99", "--algo.advantage.lambd", "0.95",
+             "--actor.eps_clip", "0.1"]  # fmt: skip
     assert algorithm_options(load(*words))[1] == {"gamma": 0.99, "lambd": 0.95, "clip_low": 0.1, "clip_high": 0.1}
-    assert algorithm_options(load(*GAE, "--algo.gae.lambd", "0.9"))[1] == {"lambd": 0.9}
+    assert algorithm_options(load(*GAE, *NO_KL, "--algo.gae.lambd", "0.9"))[1] == {"lambd": 0.9}
 
 
 def test_two_values_for_lambda_are_refused(problems):

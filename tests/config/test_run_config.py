@@ -11,9 +11,12 @@ def options_of(load, *words: str) -> dict:
     return algorithm_options(load(*words))[1]
 
 
+NO_KL = ("--algo.kl.init_coef", "0")
+
+
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("gtpo_entropy", "grpo_s")])
 def test_unset_flags_leave_the_defaults_to_the_estimator(load, name):
-    assert algorithm_options(load("--algo.advantage.estimator", name)) == (name, {}, None)
+    assert algorithm_options(load("--algo.advantage.estimator", name, *NO_KL)) == (name, {}, None)
 
 
 def test_options_without_a_default_get_the_published_values(load):
@@ -22,7 +25,7 @@ def test_options_without_a_default_get_the_published_values(load):
     assert options_of(load, *gtpo, "--algo.gtpo_entropy.alpha2", "0.2") == {"alpha1": 1.0, "alpha2": 0.2}
     assert options_of(load, *gtpo, "--algo.gtpo_entropy.version", "v1") == {"version": "v1"}
     assert options_of(load, "--algo.advantage.estimator", "grpo_s") == {"beta1": 1.0, "beta2": 0.1}
-    papers = ["--algo.advantage.estimator", "dr_grpo", "--algo.dr_grpo.agg", "seq-mean-token-sum-norm"]
+    papers = [*NO_KL, "--algo.advantage.estimator", "dr_grpo", "--algo.dr_grpo.agg", "seq-mean-token-sum-norm"]
     assert options_of(load, *papers) == {"agg": "seq-mean-token-sum-norm", "l_norm": 64}
     assert options_of(load, *papers, "--algo.dr_grpo.l_norm", "8")["l_norm"] == 8
     by_agg = options_of(load, "--algo.grpo.agg", "seq-mean-token-sum-norm")
@@ -83,7 +86,7 @@ def test_flags_of_openrlhf_reach_its_own_estimators(load):
         ("reinforce", whitened | {"gamma": 0.9}), ("reinforce_baseline", whitened), ("rloo", flags),
         ("group_norm", flags), ("dr_grpo", flags),
     ):  # fmt: skip
-        assert options_of(load, "--algo.advantage.estimator", name, *words) == wanted
+        assert options_of(load, "--algo.advantage.estimator", name, *words, *NO_KL) == wanted
 
 
 @pytest.mark.parametrize("name", ["reinforce", "flash_reinforce", "reinforce_baseline", "rloo", "group_norm"])

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 else:
     Estimator = Literal[(*ESTIMATORS, CUSTOM)]
 
+OPENRLHF = ("gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "flash_reinforce")
+"""OpenRLHF's estimators."""
+OPENRLHF_KL = 0.01
+"""Their KL coefficient where none is given; the other methods' papers have no penalty."""
 SINGLE = ("gae", "reinforce", "flash_reinforce", CUSTOM)
 """Estimators for which one response per prompt is enough; all others compare those of a prompt."""
 # Names that are known elsewhere, and what to use here.
@@ -58,7 +62,7 @@ class Advantage(Section):
         default_text="0.5 5; 2 with fp8.rollout_enable and mode clip")
     lambd: Float = option(1, "lambda of the estimator gae", ge=0, le=1)
     gamma: Float = option(1, "discount factor per token of the estimators gae and reinforce", ge=0, le=1)
-    estimator: Estimator = option("grpo",
+    estimator: Estimator = option("gae",
         "estimator of the advantages and its loss (docs/algorithms.md); custom = that of algo.module_path")
     no_std_norm: bool = option(False,
         "subtract the mean without dividing by the std, of the group or when whitening; sets normalize_std false of "
@@ -73,7 +77,8 @@ class Kl(Section):
     target: Float | None = option(None,
         "mean KL per token that the adaptive controller steers to, nats; null = a constant coefficient", gt=0)
     horizon: Int = option(10000, "samples over which the adaptive controller corrects a deviation", ge=1)
-    init_coef: Float = option(0.0, "coefficient of the KL penalty, at the start if algo.kl.target is set", ge=0)
+    init_coef: Float = option(0.0, "coefficient of the KL penalty, at the start if algo.kl.target is set", ge=0,
+        default_text="0.01 with OpenRLHF's estimators, else 0")
     estimator: Literal["k1", "k2", "k3"] = option("k1",
         "estimator of the KL per token, d = log-prob of the policy minus the reference's: d, d^2/2, exp(-d)-1+d")
     unbiased_gradient: bool = option(False,
