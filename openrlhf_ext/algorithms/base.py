@@ -63,9 +63,13 @@ class Algorithm:
     kl_places: ClassVar[tuple[str, ...]] = ()
     main_field: ClassVar[str] = "advantages"
 
-    def __init__(self, options: Any, *, correction: Correction | None = None, kl: KLPenalty | None = None) -> None:
+    def __init__(
+        self, options: Any, *, correction: Correction | None = None, kl: KLPenalty | None = None,
+        entropy_coef: float = 0.0,
+    ) -> None:  # fmt: skip
         self.options = options
         self.correction = correction
+        self.entropy_coef = entropy_coef
         self.kl = kl
         if kl is not None and kl.place not in self.kl_places:
             legal = f"only in the {self.kl_places[0]}" if self.kl_places else "not at all"
@@ -195,6 +199,15 @@ class Algorithm:
     def derived(self) -> dict[str, Callable[[LossBatch], Tensor]]:
         """Quantities that a LossBatch computes on demand from what it stores."""
         return {}
+
+    def entropy_slope(self, shaped: LossBatch) -> Tensor | None:
+        """(N,) what the entropy of each token is multiplied by in the loss: `-entropy_coef` over the mini-batch's loss
+        tokens at those, 0 elsewhere; None without a bonus."""
+        if not self.entropy_coef:
+            return None
+        mask_N = shaped.loss_mask & shaped.segments.spread(shaped.active)
+        slope = -self.entropy_coef / shaped.denominators["tokens"].clamp(min=1.0)
+        return torch.where(mask_N, slope, 0.0).to(torch.float32)
 
     # ---- shared steps ----
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from openrlhf_ext.algorithms.batch import RolloutBatch, check_values
 from openrlhf_ext.algorithms.option_blocks import Options, parse
+from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.options import Float, Violation, option
 
 
@@ -35,7 +36,7 @@ def kl_k3(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return torch.expm1(x) - x
 
 
-_MAX_WEIGHT = 10.0
+_MAX_WEIGHT, _MOST_KL = 10.0, 10.0
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
@@ -58,6 +59,14 @@ class KLPenalty(Options):
                 ("unbiased_gradient", "place"),
                 "unbiased_gradient needs place loss: a penalty in the reward has no gradient of its own",
             )
+
+    def mean(self, policy_N: Tensor, ref_N: Tensor, segments: Segments) -> float:
+        """What an adaptive controller compares with its target: the mean per token of the estimates within +-10; in the
+        reward first over each completion's tokens (OpenRLHF 0.11.2, `experience_maker.py:215`, `ppo_actor.py:333`)."""
+        kl_N = _bounded_kl(self.estimator, policy_N.double(), ref_N.double(), _MOST_KL)
+        if self.place == "loss":
+            return float(kl_N.mean())
+        return float((segments.sums(kl_N) / segments.lengths_B).mean())
 
     def in_loss(
         self, new_N: Tensor, ref_N: Tensor, old_N: Tensor, mask_N: Tensor, most: float | None = None

@@ -105,6 +105,7 @@ def get_algorithm(
     *,
     correction: Mapping[str, Any] | None = None,
     kl: Mapping[str, Any] | None = None,
+    entropy_coef: float = 0.0,
     warn: bool = True,
     **options: Any,
 ) -> Algorithm:
@@ -115,6 +116,7 @@ def get_algorithm(
         correction: train/rollout importance correction (`level`, `mode`, `gating`, `threshold`), None for none.
         kl: KL to the reference policy (`coef`, `estimator` k1|k2|k3, `place` loss|reward); instead of `kl_coef`,
             which is the k3 penalty in the loss.
+        entropy_coef: weight of an entropy bonus: the loss falls by it times the mean entropy of the loss tokens.
         warn: log what has no effect or deserves a look; False where somebody has said it already.
         **options: keys of `describe_options(name)`. A null value takes the default, except where null has a meaning
             of its own (`clip_low`, `dual_clip`, `h_ini`). A key only other algorithms read is ignored with a warning.
@@ -128,7 +130,7 @@ def get_algorithm(
         logger.warning("%s does not read the option %r; it is ignored", name, key)
     parsed = parse(cls.Options, {key: value for key, value in options.items() if key not in foreign}, name, warn=warn)
     penalty = parse_kl(kl, getattr(parsed, "kl_coef", 0.0), name)
-    return cls(parsed, correction=parse_correction(correction), kl=penalty)
+    return cls(parsed, correction=parse_correction(correction), kl=penalty, entropy_coef=entropy_coef)
 
 
 @cache

@@ -400,12 +400,12 @@ def _check_gpus(report: ClusterReport, config: RunConfig | None) -> None:
             report.error(node, text, "take one kind of nodes out of the cluster")
     if config is None:
         return
-    own_gpus = config.engine_workers if any(kinds.values()) and not config.train.colocate_all else 0
+    own_gpus = config.engine_workers if any(kinds.values()) and not config.engines_share_gpus else 0
     needed, there = config.training_ranks + own_gpus, sum(counted.values())
     if needed > there:
         text = f"the run needs {needed} GPUs, Ray counts {there:g}"
         report.error("cluster", text, "add nodes, or use fewer ranks (actor.num_nodes) or engines (vllm.num_engines)")
-    cpus = config.training_ranks + (0 if config.train.colocate_all else config.engine_workers)
+    cpus = config.training_ranks + (0 if config.engines_share_gpus else config.engine_workers)
     cpus_there = sum(node["Resources"].get("CPU", 0) for node in living_nodes())
     if cpus > cpus_there:
         text = f"the run needs {cpus} of Ray's CPUs, one for each rank and engine worker, Ray counts {cpus_there:g}"

@@ -93,6 +93,8 @@ def algorithm_options(config: RunConfig) -> tuple[str, dict[str, Any], dict[str,
     options = {option.key: option.value for option in flag_options(config) if option.key in known}
     options |= {key: value for key, value in config.own_options.items() if key not in foreign}
     options |= _kl_penalty(config)
+    if config.actor.entropy_coef:
+        options["entropy_coef"] = config.actor.entropy_coef
     options = with_published_values(name, options, max_length=config.rollout.max_new_tokens)
     return name, options, _correction(config)
 

@@ -365,6 +365,8 @@ def _build(
             draft.violations.append(violation)
         else:
             draft.lines.append(violation.message)
+    if config.strict:
+        draft.violations += [Violation((), line) for line in draft.lines]
     config._sources = draft.origins
     findings = [check(config) for check in rules]
     tainted = draft.tainted | set(chosen)

@@ -41,7 +41,7 @@ CONTROLLER = "controller.json"
 GROUPS = "groups.safetensors"
 CONFIG = "config.yaml"
 # options whose change between two parts of a run says nothing about the training
-_IMMATERIAL = ("ckpt.", "logger.", "profile.", "dry_run", "train.max_restarts", "train.step_timeout_s")
+_IMMATERIAL = ("ckpt.", "logger.", "profile.", "dry_run", "strict", "train.max_restarts", "train.step_timeout_s")
 
 Arrays = dict[str, np.ndarray]
 DriverState = tuple[dict[str, Any], Arrays]

@@ -135,7 +135,8 @@ class ExperienceMaker:
         metrics = {"kl/reference": reference_kl(rollout.old_logprobs, rollout.ref_logprobs)}
         if self.kl is not None:
             metrics["kl/coef"] = self.kl.value
-            self.kl.update(metrics["kl/reference"], len(rollout.rewards))
+            measured = self.algorithm.penalty.mean(rollout.old_logprobs, rollout.ref_logprobs, rollout.segments)
+            self.kl.update(measured, len(rollout.rewards))
         return metrics
 
     def old_logprobs(self, batch: SequenceBatch, get: Get) -> LogprobEntropy:

@@ -186,9 +186,7 @@ class KLCoefficient:
         self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, kl: float, samples: int) -> None:
-        """Multiplies the coefficient by ``1 + clip(kl / target - 1, +-0.2) * samples / horizon``. The estimate of the
-        mean KL per token must not be negative in the mean, or the error says nothing: k3 is used, whatever the
-        penalty uses."""
+        """Multiplies the coefficient by ``1 + clip(kl / target - 1, +-0.2) * samples / horizon``."""
         if self.target is not None:
             error = min(max(kl / self.target - 1, -_MAX_KL_ERROR), _MAX_KL_ERROR)
             self.value *= 1 + error * samples / self.horizon

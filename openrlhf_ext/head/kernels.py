@@ -73,7 +73,14 @@ class TorchKernels:
 
     def kept_gradient(self, kept_BS: Tensor, part_4B: Tensor, token: TokenGradient, out_BS: Tensor) -> None:
         share_B = part_4B[1] * (part_4B[0] - token.maximum_B).sub_(token.log_sum_B).exp_()  # of the slice in the whole
-        self._finish(kept_BS.mul_(share_B.mul_(token.coefficient_B).neg_()[:, None]), token, out_BS)
+        if token.entropy_coefficient_B is None or token.entropy_B is None:
+            grad_BS = kept_BS.mul_(share_B.mul_(token.coefficient_B).neg_()[:, None])
+        else:
+            p_BS = kept_BS.mul_(share_B[:, None])
+            p_log_p_BS = torch.xlogy(p_BS, p_BS).mul_(token.entropy_coefficient_B[:, None])
+            weight_B = torch.addcmul(token.coefficient_B, token.entropy_coefficient_B, token.entropy_B)
+            grad_BS = p_BS.mul_(weight_B[:, None]).add_(p_log_p_BS).neg_()
+        self._finish(grad_BS, token, out_BS)
 
     def _finish(self, grad_BS: Tensor, token: TokenGradient, out_BS: Tensor) -> None:
         index_B1, here_B = _index(token.column_B, grad_BS)

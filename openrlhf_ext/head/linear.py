@@ -188,6 +188,7 @@ def linear_token_loss(
     checks: bool | None = None,
     recompute: bool | None = None,
     grad_scale: float = 1.0,
+    entropy_slope_T: Tensor | None = None,
 ) -> TokenLossOutput:
     """Sum of ``token_loss`` over the tokens, with the gradients formed in the forward pass, block by block.
 
@@ -203,6 +204,7 @@ def linear_token_loss(
         grad_scale: the gradient that the backward pass will bring for ``value`` (a loss scale). The forward pass needs
             it where the gradient of the weight goes to ``weight_VH.main_grad``: once, whether or not a backward pass
             follows.
+        entropy_slope_T: what each token's entropy is multiplied by in the sum, constant; None: it is in no term.
 
     The other arguments, and errors, are those of ``linear_logprob_entropy``.
     """
@@ -211,9 +213,15 @@ def linear_token_loss(
         rows_per_rank, implementation, checks,
     )  # fmt: skip
     if torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad):
-        return TokenLossOutput(*_LinearTokenLoss.apply(hidden_TH, weight_VH, call, token_loss, recompute, grad_scale))
+        return TokenLossOutput(
+            *_LinearTokenLoss.apply(
+                hidden_TH, weight_VH, call, token_loss, recompute, grad_scale, entropy_slope_T
+            )
+        )
     stats = call.statistics(hidden_TH, weight_VH)
     value, _ = passes.loss_and_slope(token_loss, stats.logprob_N, slice(0, target_T.numel()))
+    if entropy_slope_T is not None:
+        value = value + (stats.entropy_N * entropy_slope_T).sum()
     return TokenLossOutput(value, stats.logprob_N, stats.entropy_N)
 
 
@@ -326,8 +334,9 @@ class _Call:
         return self._checked(_restored(passes.statistics(head), head.rows))
 
     def statistics_and_gradients(
-        self, hidden_TH: Tensor, weight_VH: Tensor, token_loss: TokenLoss, recompute: bool | None, grad_scale: float
-    ) -> tuple[Tensor, TokenStatistics, Tensor, WeightGradient | None]:
+        self, hidden_TH: Tensor, weight_VH: Tensor, token_loss: TokenLoss, recompute: bool | None, grad_scale: float,
+        entropy_slope_T: Tensor | None,
+    ) -> tuple[Tensor, TokenStatistics, Tensor, WeightGradient | None]:  # fmt: skip
         """Value of the loss, statistics, gradient of the hidden states, gradient of the weight."""
         one_pass = None if recompute is None else not recompute
         head = self.head(hidden_TH, weight_VH, one_pass=one_pass)
@@ -335,12 +344,17 @@ class _Call:
         scale = grad_scale if weight_gradient is not None and weight_gradient.in_main_grad else 1.0
         values: list[Tensor] = []
 
-        def coefficients(rows: slice, stats: TokenStatistics) -> tuple[Tensor, None]:
+        def coefficients(rows: slice, stats: TokenStatistics) -> tuple[Tensor, Tensor | None]:
             order_N = head.rows.order_N
             caller_rows = rows if order_N is None else order_N[rows]
             value, slope_B = passes.loss_and_slope(token_loss, stats.logprob_N, caller_rows)
             values.append(value)
-            return slope_B.to(self.precision.compute) * scale, None
+            slope_B = slope_B.to(self.precision.compute) * scale
+            if entropy_slope_T is None:
+                return slope_B, None
+            entropy_slope_B = entropy_slope_T[caller_rows]
+            values.append((stats.entropy_N * entropy_slope_B).sum())
+            return slope_B, entropy_slope_B.to(self.precision.compute) * scale
 
         stats, grad_hidden_TH = passes.statistics_and_gradients(head, coefficients, weight_gradient)
         value = torch.stack(values).sum() if values else stats.logprob_N.sum()
@@ -398,9 +412,10 @@ class _LinearTokenLoss(torch.autograd.Function):
         token_loss: TokenLoss,
         recompute: bool | None,
         grad_scale: float,
+        entropy_slope_T: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         value, stats, grad_hidden_TH, weight_gradient = call.statistics_and_gradients(
-            hidden_TH, weight_VH, token_loss, recompute, grad_scale
+            hidden_TH, weight_VH, token_loss, recompute, grad_scale, entropy_slope_T
         )
         in_place = weight_gradient is not None and weight_gradient.in_main_grad
         own_VH = None if weight_gradient is None or in_place else weight_gradient.for_autograd()
@@ -418,7 +433,7 @@ class _LinearTokenLoss(torch.autograd.Function):
             own_VH = ctx.weight_gradient.for_autograd()
         elif own_VH is not None:
             own_VH = _times(own_VH, grad_value)
-        return _times(grad_hidden_TH, grad_value), own_VH, None, None, None, None
+        return _times(grad_hidden_TH, grad_value), own_VH, None, None, None, None, None
 
 
 def _times(grad: Tensor, factor: Tensor) -> Tensor:

@@ -130,8 +130,10 @@ class MegatronPolicy(MegatronModel):
             return hidden_LH
         return super().response_states(hidden_LH, part)
 
-    def _head(self, part: PackedBatch, states: Tensor, temperature: float) -> HeadOutput:
-        return linear_logprob_entropy(states, **self._head_arguments(part, temperature))
+    def _head(
+        self, part: PackedBatch, states: Tensor, temperature: float, *, entropy_grad: bool = False
+    ) -> HeadOutput:
+        return linear_logprob_entropy(states, entropy_grad=entropy_grad, **self._head_arguments(part, temperature))
 
     def _head_arguments(self, part: PackedBatch, temperature: float) -> dict[str, Any]:
         gathers = self.config.sequence_parallel
@@ -187,17 +189,20 @@ class MegatronPolicy(MegatronModel):
         whole loss, of which only its own log-probs lead back to its hidden states.
         """
         temperature = self.settings.rollout.temperature
+        slope_N = algorithm.entropy_slope(shaped)
+        slope_T = None if slope_N is None else slope_N[part.places_N]
         terms = algorithm.token_loss(shaped) if self.settings.megatron.head == "fused" else None
         if terms is None:
-            logprob_N = self._head(part, states, temperature).logprob_T
-            loss = algorithm.loss(gather_tokens(logprob_N, part), shaped)
-            return loss.value, loss
-        head = linear_token_loss(
+            head = self._head(part, states, temperature, entropy_grad=slope_T is not None)
+            loss = algorithm.loss(gather_tokens(head.logprob_T, part), shaped)
+            return loss.value if slope_T is None else loss.value + (slope_T * head.entropy_T).sum(), loss
+        fused = linear_token_loss(
             states,
             token_loss=lambda logprob_B, rows: terms(logprob_B, part.places_N[rows]),
+            entropy_slope_T=slope_T,
             **self._head_arguments(part, temperature),
         )
-        return head.value, algorithm.loss(gather_tokens(head.logprob_T, part), shaped)
+        return fused.value, algorithm.loss(gather_tokens(fused.logprob_T, part), shaped)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,13 @@ def test_a_script_of_an_earlier_release_is_read_as_todays(load):
     assert zero.startswith("ds.zero_stage is not an option of the Megatron policy") and "got 3" in zero
 
 
+def test_strict_refuses_what_is_otherwise_a_line(load, problems):
+    words = ("--ds.zero_stage", "3", "--zero_stage", "3", "--ds.tensor_parallel_size", "1", "--vllm.enable_sleep")
+    lines = load(*words).warnings
+    assert problems(*words, "--strict") == list(lines) and len(lines) == 4
+    assert problems("--strict") == []
+
+
 def test_a_script_without_an_estimator_runs_openrlhfs(load, run_dir):
     run = run_dir / "run.yaml"
     run.write_text(run.read_text().replace("algo.advantage.estimator: grpo\n", ""))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
+from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.algorithms.values import value_loss
 from openrlhf_ext.driver.scoring import KLCoefficient, Scorer, ValueTrainer, reference_kl, value_metrics, value_shards
 from tests.megatron.reference import make_batch
@@ -129,6 +130,14 @@ def test_reference_kl_is_the_mean_of_k3_over_completion_tokens():
     old_N, ref_N = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -2.0, -2.0])
     x = torch.tensor([-0.5, 0.0, 1.0], dtype=torch.float64)
     assert reference_kl(old_N, ref_N) == pytest.approx((x.exp() - 1 - x).mean().item())
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_the_controller_is_told_the_estimate_of_the_run_as_openrlhf_averages_it(place):
+    old_N, ref_N = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -2.0, -40.0])
+    penalty = get_algorithm("gae", kl={"coef": 0.1, "place": place, "estimator": "k1"}).penalty
+    wanted = (0.5 + 0 + 10) / 3 if place == "loss" else ((0.5 + 0) / 2 + 10) / 2
+    assert penalty.mean(old_N, ref_N, Segments(torch.tensor([2, 1]))) == pytest.approx(wanted)
 
 
 def test_the_algorithm_takes_the_coefficient_of_the_step():

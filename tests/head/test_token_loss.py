@@ -33,6 +33,23 @@ def test_value_and_gradients_equal_autograd_through_all_logits(
         assert_near(ours, 3 * theirs, 1e-9 * (1 + scale))
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+def test_entropies_may_be_part_of_the_loss(recompute):
+    case = make_case(tokens=30, vocab=300, dtype=torch.float64)
+    slope_T, leaves = torch.randn(30, dtype=torch.float64), case.leaves()
+    log_p = (leaves[0] @ leaves[1].T / case.temperature).log_softmax(-1)
+    bonus = -((log_p.exp() * log_p).sum(-1) * slope_T).sum()
+    want = torch.autograd.grad(case.loss(log_p.gather(1, case.target[:, None])[:, 0], slice(0, 30)).sum() + bonus, leaves)
+    out = linear_token_loss(
+        *leaves, case.target, case.loss, case.temperature, workspace_bytes=30_000, recompute=recompute,
+        entropy_slope_T=slope_T,
+    )  # fmt: skip
+    plain = linear_token_loss(*leaves, case.target, case.loss, case.temperature)
+    assert_near(out.value, plain.value + bonus, 1e-10)
+    for ours, theirs in zip(torch.autograd.grad(out.value, leaves), want, strict=True):
+        assert_near(ours, theirs, 1e-9)
+
+
 def test_gradcheck():
     case = make_case(tokens=6, vocab=9, width=3, dtype=torch.float64, temperature="per token")
 

@@ -46,6 +46,8 @@ def algorithms() -> dict[str, Any]:
     made["gae"] = get_algorithm("gae")
     made["grpo with KL"] = get_algorithm("grpo", kl={"coef": 0.1, "estimator": "k3", "place": "loss"})
     correction = {"level": "token", "mode": "mask", "gating": "ratio", "threshold": [0.5, 2.0]}
+    made["dapo with entropy bonus"] = get_algorithm("dapo", entropy_coef=0.3)
+    made["gspo with entropy bonus"] = get_algorithm("gspo", entropy_coef=0.3)
     made["dapo with correction"] = get_algorithm("dapo", dual_clip=3.0, correction=correction)
     return made
 
@@ -91,14 +93,17 @@ def truths(model: torch.nn.Module, batch: SequenceBatch) -> dict[str, Truth]:
     new_N = log_p_NV.gather(1, batch.targets_N.long()[:, None])[:, 0]
     entropies_N = -(log_p_NV.exp() * log_p_NV).sum(-1)
     samples = rollout(batch, new_N, entropies_N)
-    return {name: truth(algorithm, samples, new_N, model) for name, algorithm in algorithms().items()}
+    return {name: truth(algorithm, samples, new_N, entropies_N, model) for name, algorithm in algorithms().items()}
 
 
-def truth(algorithm: Any, samples: RolloutBatch, new_N: Tensor, model: torch.nn.Module) -> Truth:
+def truth(
+    algorithm: Any, samples: RolloutBatch, new_N: Tensor, entropies_N: Tensor, model: torch.nn.Module
+) -> Truth:
     shaped = algorithm.prepare(new_N.detach(), algorithm.shape(samples))
     loss = algorithm.loss(new_N, shaped)
     model.zero_grad()
-    loss.value.backward(retain_graph=True)
+    bonus = algorithm.entropy_coef * entropies_N[shaped.loss_mask].mean() if algorithm.entropy_coef else 0.0
+    (loss.value - bonus).backward(retain_graph=True)
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
     assert all(grad.norm() > 1e-6 for grad in grads.values()), f"{algorithm.name}: a gradient to compare with is zero"
     metrics = {name: float(value) for name, value in loss.metrics.items() if name != "policy_loss"}

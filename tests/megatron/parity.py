@@ -32,6 +32,9 @@ class WeightedLogprob:
     def to(self, device) -> WeightedLogprob:
         return WeightedLogprob(self.weights_N.to(device), self.segments)
 
+    def entropy_slope(self, shaped):
+        return None
+
     def token_loss(self, shaped):
         return lambda logprob_N, index_N: -logprob_N * shaped.weights_N[index_N]
 

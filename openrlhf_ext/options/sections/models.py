@@ -171,9 +171,9 @@ class Actor(Section):
         default_text="that of the estimator")
     aux_loss_coef: Float = not_yet(0, "weight of the load-balancing loss of mixture-of-experts models",
         why="only dense models are built", instead="set it to 0")
-    entropy_coef: Float | None = not_yet(None, "weight of an entropy bonus in the loss",
-        why="entropy never receives a gradient here, it shapes advantages (and is always logged)",
-        instead="use the estimator gtpo_entropy, grpo_s or entropy_advantage", inert=(0.0,))
+    entropy_coef: Float | None = option(None,
+        "weight of an entropy bonus: the loss falls by it times the mean entropy of the loss tokens (of all, whatever "
+        "actor.loss_agg_mode is); entropy is logged in any case")
     optim: Literal["adam", "muon"] = not_yet("adam", "optimizer", **_MUON)
     muon: Muon = Muon()
     adam: Adam = Adam()
