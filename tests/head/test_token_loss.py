@@ -39,7 +39,8 @@ def test_entropies_may_be_part_of_the_loss(recompute):
     slope_T, leaves = torch.randn(30, dtype=torch.float64), case.leaves()
     log_p = (leaves[0] @ leaves[1].T / case.temperature).log_softmax(-1)
     bonus = -((log_p.exp() * log_p).sum(-1) * slope_T).sum()
-    want = torch.autograd.grad(case.loss(log_p.gather(1, case.target[:, None])[:, 0], slice(0, 30)).sum() + bonus, leaves)
+    value = case.loss(log_p.gather(1, case.target[:, None])[:, 0], slice(0, 30)).sum() + bonus
+    want = torch.autograd.grad(value, leaves)
     out = linear_token_loss(
         *leaves, case.target, case.loss, case.temperature, workspace_bytes=30_000, recompute=recompute,
         entropy_slope_T=slope_T,
