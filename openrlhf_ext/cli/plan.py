@@ -29,6 +29,7 @@ _GIB = 1 << 30
 _SHOWN = 10
 _SLEEP = ("train.colocate_all", "ds.enable_sleep", "vllm.enable_sleep", "train.dynamic_batch_enable")
 _GROUP, _USUAL_GROUP = "rollout.n_samples_per_prompt", 8
+_ESTIMATOR, _USUAL_ESTIMATOR = "algo.advantage.estimator", "grpo"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,19 +67,23 @@ def _write(file: Path, text: str) -> None:
 
 
 def _load(words: list[str]) -> RunConfig:
-    """The run's configuration; a group size that it lacks is the usual one, which is said."""
+    """The run's configuration. An estimator that it lacks is one without a critic, a group size the usual one, and both
+    are said."""
     from openrlhf_ext.tools.plan.search import CHOSEN
 
+    usual = {_ESTIMATOR: _USUAL_ESTIMATOR}
     try:
-        return load_config(words, files=False, chosen=CHOSEN)
+        config = load_config(words, files=False, chosen=CHOSEN, defaults=usual)
     except ConfigError as error:
         if not any(_GROUP in violation.options for violation in error.violations):
             raise
-    config = load_config(words, files=False, chosen=CHOSEN, defaults={_GROUP: _USUAL_GROUP})
-    print(
-        f"{_GROUP} is not set, and the run needs it (algo.advantage.estimator {config.algo.advantage.estimator} "
-        f"compares the responses to one prompt): planned with {_USUAL_GROUP}\n"
-    )
+        config = load_config(words, files=False, chosen=CHOSEN, defaults=usual | {_GROUP: _USUAL_GROUP})
+    for option, value, why in (
+        (_ESTIMATOR, _USUAL_ESTIMATOR, "a run then trains a critic too, by gae"),
+        (_GROUP, _USUAL_GROUP, f"{config.algo.advantage.estimator} compares the responses to one prompt"),
+    ):
+        if config.sources.get(option) == "default":
+            print(f"{option} is not set ({why}): planned with {value}\n")
     return config
 
 

@@ -53,7 +53,7 @@ class RunConfig(Section):
         instead="download first and give the local paths",
     )  # fmt: skip
     dry_run: bool = added(False, "say whether the run would start, print memory, places and configuration, and stop")
-    strict: bool = added(False, "refuse what means nothing or something else here than in OpenRLHF, instead of a line about it")
+    strict: bool = added(False, "refuse what means something else here than in OpenRLHF, or nothing")
     dry_run_json: bool = added(False, "a dry run for programs: print options, layout and versions as JSON, and stop")
 
     _warnings: tuple[str, ...] = PrivateAttr(default=())

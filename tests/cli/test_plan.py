@@ -63,8 +63,11 @@ def test_a_model_and_a_number_of_gpus_are_enough(tmp_path, capsys, words):
     """The engines' share and the group size are plan's where the run sets none; the file is one that a run takes."""
     layout, model = tmp_path / "layout.yaml", ["--actor.model_name_or_path", "Qwen/Qwen2.5-7B"]
     assert plan.main([*model, "--gpus", "8", "--write", str(layout), *words]) == 0
-    assert "rollout.n_samples_per_prompt is not set, and the run needs it" in capsys.readouterr().out
-    config = load_config([*model, "--rollout.n_samples_per_prompt", "8", "--config", str(layout)], files=False)
+    said = capsys.readouterr().out
+    assert "algo.advantage.estimator is not set (a run then trains a critic too, by gae): planned with grpo" in said
+    assert "rollout.n_samples_per_prompt is not set (grpo compares" in said
+    grpo = ["--algo.advantage.estimator", "grpo", "--rollout.n_samples_per_prompt", "8"]
+    config = load_config([*model, *grpo, "--config", str(layout)], files=False)
     assert config.vllm.gpu_memory_utilization in SHARES and config.train.colocate_all == bool(words)
     assert plan.main([*model, "--gpus", "8", "--rollout.n_samples_per_prompt", "1"]) == 2
     assert "must be at least 2" in capsys.readouterr().err

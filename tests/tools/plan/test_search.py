@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 
 def planner(model: str, shared: bool, *words: str) -> Planner:
-    group = ("--rollout.n_samples_per_prompt", "8")
+    group = ("--algo.advantage.estimator", "grpo", "--rollout.n_samples_per_prompt", "8")
     found = Planner(load_config(["--actor.model_name_or_path", model, *group, *words], files=False))
     return found.sharing() if shared else found
 
