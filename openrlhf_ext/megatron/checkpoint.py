@@ -7,7 +7,7 @@ gathers all optimizer states of a replica in the host memory of each of its rank
 
     <folder>/index.json                which piece of which tensor is in which file
     <folder>/state.json                steps of optimizer and schedule, layout, shape of the model
-    <folder>/rank00000.safetensors     what the rank holds: model.<name>, optimizer.<state>.<name>
+    <folder>/rank00000.safetensors     what the rank holds: model.<name>, optimizer.<state>.<name>, average.<name>
     <folder>/rank00000.json            its random states
 
 ``<converter>.<name>`` is the state of a layer converter, which is the same on all ranks of a stage: TransformerEngine's
@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 INDEX = "index.json"
 STATE = "state.json"
+_AVERAGE = "average"
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,10 @@ class ParameterBlock:
     padded: bool  # whether other layouts pad the global tensor to other sizes (the vocabulary)
     copy_of: int  # 0 if no other model-parallel rank stores the block
 
-    def elements(self) -> Tensor:
-        return self.parameter.detach().view(-1)[self.start : self.start + self.block.numel]
+    def elements(self, of: Tensor | None = None) -> Tensor:
+        """Of the parameter, or of another tensor of its shape."""
+        whole = self.parameter.detach() if of is None else of
+        return whole.view(-1)[self.start : self.start + self.block.numel]
 
 
 @dataclass(frozen=True)
@@ -261,6 +264,8 @@ def _own_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
         mine = i % replicas == replica
         if mine:
             yield BlockRange.whole(_named(block.block, "model")), block.elements()
+            if model.average is not None:
+                yield BlockRange.whole(_named(block.block, _AVERAGE)), block.elements(model.average.of(block.parameter))
         own_range = ranges.get(id(block.parameter))
         if own_range is not None and (mine or distributed):
             yield from _state_pieces(block, own_range)
@@ -304,7 +309,8 @@ def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
         state = read_plain(folder / STATE)
         _check_model(model, state, folder)
         index = TensorIndex.read(folder / INDEX)
-        asked = _load_tensors(model, TensorReader(folder, index)) | _load_converters(model, TensorReader(folder, index))
+        reader = TensorReader(folder, index)
+        asked = _load_tensors(model, reader) | _load_average(model, reader) | _load_converters(model, reader)
         _load_steps(model, state)
         _restore_random_states(model, state, folder)
     except CheckpointError as error:
@@ -329,6 +335,23 @@ def _load_tensors(model: MegatronModel, reader: TensorReader) -> set[str]:
             asked.add(piece.block.key)
             target.copy_(reader.read(piece, target.dtype, padded=block.padded))
     return asked
+
+
+def _load_average(model: MegatronModel, reader: TensorReader) -> set[str]:
+    """Fills the moving average of the weights; one that the checkpoint has not begins with its weights."""
+    stored = {key for key in reader.index.tensors if key.startswith(f"{_AVERAGE}.")}
+    if model.average is None or not stored:
+        if (model.average is not None or stored) and dist.get_rank() == 0:
+            what = "holds no moving average, which begins with its weights" if model.average else "holds an average too"
+            logger.warning("%s %s (train.enable_ema)", reader.folder, what)
+        if model.average is not None:
+            model.average.restart()
+        return stored
+    for block in parameter_blocks(model):
+        target = block.elements(model.average.of(block.parameter))
+        piece = BlockRange.whole(_named(block.block, _AVERAGE))
+        target.copy_(reader.read(piece, target.dtype, padded=block.padded))
+    return stored
 
 
 def _load_converters(model: MegatronModel, reader: TensorReader) -> set[str]:

@@ -1,4 +1,5 @@
-"""A trained model's states in host memory while others need the device, and back again, bit for bit; frozen copies.
+"""A trained model's states in host memory while others need the device, and back again, bit for bit; frozen copies, and
+the moving average of the weights.
 
 What moves is the bytes of storages, not tensors: a storage is emptied and later filled again, so that every tensor and
 view on it (parameters, DDP buffers, ``main_grad``, the optimizer's shards) stays the same object. Raw pointers change;
@@ -309,6 +310,27 @@ class FrozenCopy:
                 piece.copy_(mine, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # the next exchange may come from the host
+
+
+class MovingAverage:
+    """Of this rank's parameters, fp32 in host memory: after each update ``beta average + (1 - beta) weights``."""
+
+    def __init__(self, chunks: Iterable[torch.nn.Module], beta: float) -> None:
+        self._beta = beta
+        self._parameters = list(dict.fromkeys(p for chunk in chunks for p in chunk.parameters()))
+        self._averages: dict[int, torch.Tensor] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins with the present weights."""
+        self._averages = {id(p): p.detach().to("cpu", torch.float32, copy=True) for p in self._parameters}
+
+    def update(self) -> None:
+        for parameter in self._parameters:
+            self.of(parameter).lerp_(parameter.detach().to("cpu", torch.float32), 1 - self._beta)
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self._averages[id(parameter)]
 
 
 def _bytes(tensor: torch.Tensor, pieces: list[torch.Tensor]) -> Sequence[torch.Tensor]:

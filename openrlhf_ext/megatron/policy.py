@@ -20,7 +20,7 @@ from torch import Tensor
 
 from openrlhf_ext.head import HeadOutput, linear_logprob_entropy, linear_token_loss
 from openrlhf_ext.megatron.built import BuiltModel, no_sync
-from openrlhf_ext.megatron.host_memory import FrozenCopy
+from openrlhf_ext.megatron.host_memory import FrozenCopy, MovingAverage
 from openrlhf_ext.megatron.layers import kept_bytes
 from openrlhf_ext.megatron.model.hf_weights import load_hf
 from openrlhf_ext.megatron.settings import ModelSettings
@@ -48,6 +48,7 @@ class MegatronModel(BuiltModel):
             self.config.grad_scale_func = self.optimizer.scale_loss
             self.config.no_sync_func = no_sync(self.models)
             self.gather_parameters()
+        self.average: MovingAverage | None = None
         self.config.finalize_model_grads_func = _add_up_grads
         for converter in settings.converters:
             converter.start(self.chunks, self.compute_once)
@@ -103,8 +104,10 @@ class MegatronModel(BuiltModel):
         scheduler.step(1)
         _, grad_norm, _ = optimizer.step()
         metrics = {"grad_norm": float(grad_norm or 0.0), "lr": optimizer.param_groups[0]["lr"]}
-        if not more:
+        if not more or self.average is not None:
             self.gather_parameters()
+        if self.average is not None:
+            self.average.update()
         return metrics
 
 
@@ -114,6 +117,11 @@ def _add_up_grads(model: list[torch.nn.Module], num_tokens: Tensor | None = None
 
 
 class MegatronPolicy(MegatronModel):
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__(settings)
+        if settings.optimizer is not None and settings.train.enable_ema:
+            self.average = MovingAverage(self.chunks, settings.train.ema_beta)
+
     # ---- forward ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -219,6 +227,10 @@ class MegatronPolicy(MegatronModel):
             converter.loaded(self.chunks, self.compute_once)
 
     def save_hf(self, target: str | Path) -> dict[str, int]:
-        """Writes an HF checkpoint that transformers loads, with the converters' entries; see ``write_hf``."""
+        """Writes an HF checkpoint that transformers loads, with the converters' entries; see ``write_hf``. It is of the
+        weights' moving average where one is kept."""
         entries = {name: value for c in self.settings.converters for name, value in c.hf_config().items()}
-        return self.write_hf(target, entries or None)
+        average = self.average
+        if average is None:
+            return self.write_hf(target, entries or None)
+        return self.write_hf(target, entries or None, lambda weight: average.of(weight).to(weight.device, weight.dtype))

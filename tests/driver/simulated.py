@@ -43,6 +43,7 @@ def options(more: dict[str, dict[str, Any]] | None = None, **changes: Any) -> Ru
     if "guide_samples" in given:
         sections["guide"]["model_name_or_path"] = "guide"
         sections.setdefault("algo", {})["advantage"] = {"estimator": "mixed_policy_dapo"}
+    sections.setdefault("algo", {}).setdefault("advantage", {"estimator": "grpo"})
     for section, values in (more or {}).items():
         sections[section] = {**sections.get(section, {}), **values}
     return run_config(**sections)

@@ -32,6 +32,7 @@ OPTIONS = {
 SAME_FOR_ALL = {
     "logger__samples_every": 1,
     "logger__samples_groups": 0,
+    "algo__kl__init_coef": 0,
     "actor__lr_scheduler": "constant_with_warmup",
     "actor__lr_warmup_steps": 2,
     "rollout__temperature": 0.8,

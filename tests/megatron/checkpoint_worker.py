@@ -37,8 +37,9 @@ def build(case: dict) -> MegatronPolicy | MegatronCritic:
         **case.get("overlap", {}),
     )  # fmt: skip
     trained, adam = (Critic, CriticAdam) if case.get("critic") else (Actor, Adam)
+    steps = Train(micro_batch_size=2, enable_ema=case.get("ema", False), ema_beta=0.5)
     settings = ModelSettings(
-        case["model"], layout, megatron, Rollout(micro_batch_size=3), Train(micro_batch_size=2),
+        case["model"], layout, megatron, Rollout(micro_batch_size=3), steps,
         optimizer=trained(adam=adam(lr=1e-2, eps=1e-3), lr_warmup_ratio=0.3), updates=8,
     )  # fmt: skip
     initialize_distributed(layout, PATIENCE_S, 1234)
@@ -62,16 +63,27 @@ def exported(policy: MegatronPolicy | MegatronCritic) -> dict[str, torch.Tensor]
     return {name: tensor.clone() for name, tensor in policy.export()}
 
 
+def averages(policy: MegatronPolicy | MegatronCritic) -> dict[str, torch.Tensor] | None:
+    average = policy.average
+    return None if average is None else {name: tensor.clone() for name, tensor in policy.export(average.of)}
+
+
 def save_and_go_on(case: dict, folder: Path, batch: SequenceBatch, weights_N: torch.Tensor) -> dict:
     """Two steps, a checkpoint, and two more steps: what a run does that is never interrupted."""
     policy = build(case)
-    train(policy, batch, weights_N, 2)
+    every = [exported(policy)]
+    for _ in range(2):
+        train(policy, batch, weights_N, 1)
+        every.append(exported(policy))
     snapshot = take_snapshot(policy, {"version": 2}, copy=True)
     steps = train(policy, batch, weights_N, 1)  # the copy is of before this step
     entries = snapshot.write(folder, "policy")
     dist.barrier()
     steps += train(policy, batch, weights_N, 1)
-    result = {"steps": steps, "weights": exported(policy), "entries": entries}
+    result = {"steps": steps, "weights": exported(policy), "entries": entries, "every": every}
+    result["averages"] = averages(policy)
+    if policy.average is not None:
+        policy.save_hf(folder.with_name(f"{folder.name}_hf"))
     parallel_state.destroy_model_parallel()
     return result
 
@@ -86,6 +98,7 @@ def load_and_go_on(case: dict, folder: Path, batch: SequenceBatch, weights_N: to
         parallel_state.destroy_model_parallel()
         return {"error": str(error)}
     result = {"extra": extra, "steps": train(policy, batch, weights_N, 2), "weights": exported(policy)}
+    result["averages"] = averages(policy)
     parallel_state.destroy_model_parallel()
     return result
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from openrlhf_ext.checkpoints import check_files
 from tests.launch import launch
@@ -62,6 +63,11 @@ def two_ranks(models, batch, tmp_path_factory):
         ("save", overlap, root / "overlap"),
         ("load", overlap, root / "overlap"),
         ("load", untied, root / "overlap"),
+        ("save", overlap | {"ema": True}, root / "ema"),
+        ("load", overlap | {"ema": True}, root / "ema"),
+        ("load", untied | {"tp": 2, "ema": True}, root / "ema"),
+        ("load", untied | {"tp": 2, "ema": True}, root / "tp2"),
+        ("load", untied | {"tp": 2}, root / "ema"),
     ]
     return root, jobs, launch(WORKER, "run", 2, batch=batch[0], weights_N=batch[1], jobs=jobs)
 
@@ -121,6 +127,21 @@ def test_a_checkpoint_of_another_model_or_type_is_refused(two_ranks):
     for rank in results:
         assert "is of another model: num_layers 4, the model has 2" in rank[10]["error"]
         assert "holds fp32 parameters, megatron.param_dtype is bf16" in rank[11]["error"]
+
+
+def test_the_moving_average_of_the_weights_goes_on_and_is_what_is_written(two_ranks):
+    root, _, results = two_ranks
+    saved, same, other, without, unwanted = results[0][-5:]
+    start, one, two = saved["every"]
+    for name, tensor in load_file(root / "ema_hf/model.safetensors").items():
+        average, weights = saved["averages"][name], saved["weights"][name]
+        assert tensor.equal(average.to(tensor.dtype)) and not tensor.equal(weights)
+        assert same["averages"][name].equal(average)
+        assert other["averages"][name].allclose(average, atol=1e-5)
+        # after two steps; what the third and the fourth add, begun anew at the second
+        earlier = 0.25 * start[name] + 0.25 * one[name] + 0.5 * two[name]
+        assert average.allclose(without["averages"][name] + 0.25 * (earlier - two[name]), atol=1e-5)
+    assert unwanted["averages"] is None and unwanted["weights"].keys() == saved["weights"].keys()
 
 
 def test_every_file_is_listed_and_every_element_is_stored_once(two_ranks):

@@ -11,7 +11,6 @@ from pydantic import AfterValidator, Field
 
 from openrlhf_ext.options import Float, Int, Reason, Section, Violation, Words, added, not_yet, option
 
-_EMA: Reason = {"why": "no moving average of the weights is kept", "instead": "leave it out"}
 _IMAGES: Reason = {"why": "only text models are built", "instead": "leave it out"}
 
 
@@ -34,7 +33,7 @@ class Train(Section):
     needs = {"!train.dynamic_batch_enable": ("micro_batch_size",),
         "train.async_enable": ("async_queue_size", "partial_rollout_enable"),
         "train.max_staleness | train.async_enable": ("late_groups",),
-        "reward.model_name_or_path": ("colocate_critic_reward",)}
+        "train.enable_ema": ("ema_beta",), "reward.model_name_or_path": ("colocate_critic_reward",)}
 
     colocate_actor_ref: bool = option(False,
         "keep the reference model with the policy's ranks (in their host memory) although ref.num_* is set")
@@ -55,8 +54,10 @@ class Train(Section):
     partial_rollout_enable: bool = option(False,
         "with train.async_enable: replace the engines' weights in the middle of rollouts, which then go on, as "
         "train.max_staleness alone does; without it a weight sync waits for the groups in flight")
-    enable_ema: bool = not_yet(False, "keep a moving average of the weights", **_EMA)
-    ema_beta: Float = not_yet(0.992, "decay of the moving average", **_EMA)
+    enable_ema: bool = option(False,
+        "keep a moving average of the policy's weights (fp32, in host memory: 4 bytes for each parameter of a rank); "
+        "checkpoints in Hugging Face form are of it, the engines sample from the policy")
+    ema_beta: Float = option(0.992, "share of the moving average that stays at each optimizer step", ge=0, lt=1)
     dynamic_batch_enable: bool = option(False,
         "fill micro-batches up to a token budget (train.max_tokens_per_gpu, rollout.max_tokens_per_gpu) instead of "
         "with a number of samples; either way they are packed without padding")
