@@ -52,6 +52,7 @@ METHODS: dict[str, dict] = {
     "gmpo": {},
     "sapo": {},
     "mixed_policy_dapo": {},
+    "on_policy_distillation": {},
     "gae": {},
     "reinforce": {},
     "reinforce_baseline": {},

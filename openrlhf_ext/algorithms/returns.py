@@ -87,17 +87,7 @@ class ReturnAlgorithm(TokenAlgorithm):
         return rewards_B
 
     def partition(self, batch: RolloutBatch, groups: Groups) -> Partition:
-        """Every completion carries loss; classes serve the metrics only."""
-        success_B = batch.rewards > 0.5
-        everyone_B = torch.ones_like(success_B)
-        return Partition(
-            success_B=success_B,
-            failure_B=~success_B,
-            degenerate_Q=torch.zeros_like(groups.sizes_Q, dtype=torch.bool),
-            kept_B=everyone_B,
-            zeroed_B=~everyone_B,
-            active_B=everyone_B,
-        )
+        return whole_batch(batch, groups)
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         batch, options = inputs.batch, self.options
@@ -151,6 +141,20 @@ class ReturnAlgorithm(TokenAlgorithm):
             segments.spread(mean_B), shaped.advantages, options.clip_low, options.clip_high, options.dual_clip
         )
         return torch.where(shaped.loss_mask, objective_N, 0.0), clipped_N & shaped.loss_mask
+
+
+def whole_batch(batch: RolloutBatch, groups: Groups) -> Partition:
+    """Every completion carries loss; classes serve the metrics only."""
+    success_B = batch.rewards > 0.5
+    everyone_B = torch.ones_like(success_B)
+    return Partition(
+        success_B=success_B,
+        failure_B=~success_B,
+        degenerate_Q=torch.zeros_like(groups.sizes_Q, dtype=torch.bool),
+        kept_B=everyone_B,
+        zeroed_B=~everyone_B,
+        active_B=everyone_B,
+    )
 
 
 def token_rewards(rewards_B: Tensor, kl_N: Tensor | None, segments: Segments) -> Tensor:

@@ -176,7 +176,12 @@ def _whole_copies(section: str, ranks: int, config: RunConfig) -> Iterator[Viola
 
 
 def guide(config: RunConfig) -> Iterator[Violation]:
-    if config.algo.advantage.estimator == GUIDED and config.own_options.get("zero_batch") and not config.has_guide:
+    estimator = config.algo.advantage.estimator
+    if estimator == GUIDED[1] and not config.has_guide:
+        yield Violation((_GUIDE, "algo.advantage.estimator"),
+            f"{_GUIDE} is required with algo.advantage.estimator {estimator}, which learns from it: give the folder "
+            "of a checkpoint with the policy's tokenizer")
+    if estimator == GUIDED[0] and config.own_options.get("zero_batch") and not config.has_guide:
         yield Violation(("algo.mixed_policy_dapo", _GUIDE),
             f"algo.mixed_policy_dapo.zero_batch needs log-probs of a guiding policy: got true and no {_GUIDE}; set "
             f"{_GUIDE}, or switch zero_batch off")
@@ -187,7 +192,7 @@ def guide(config: RunConfig) -> Iterator[Violation]:
         yield Violation(("guide.samples_per_prompt", "rollout.n_samples_per_prompt"),
             f"guide.samples_per_prompt must be below rollout.n_samples_per_prompt, the policy samples the other "
             f"completions of a group: got {config.guide_samples} and {group}; lower the one or raise the other")
-    if config.train.colocate_all:
+    if config.train.colocate_all and config.guide_samples:
         yield Violation((_GUIDE, "train.colocate_all"),
             f"{_GUIDE} and train.colocate_all exclude each other, the guide's engines do not share the policy's GPUs: "
             "leave one of them out")

@@ -121,7 +121,7 @@ class RunConfig(Section):
 
     @property
     def has_guide(self) -> bool:
-        return self.algo.advantage.estimator == GUIDED and self.guide.model_name_or_path is not None
+        return self.algo.advantage.estimator in GUIDED and self.guide.model_name_or_path is not None
 
     @property
     def guide_ranks(self) -> int:
@@ -132,7 +132,8 @@ class RunConfig(Section):
 
     @property
     def guide_samples(self) -> int:
-        return self.guide.samples_per_prompt if self.has_guide else 0
+        samples = self.has_guide and self.algo.advantage.estimator == GUIDED[0]
+        return self.guide.samples_per_prompt if samples else 0
 
     @property
     def model_options(self) -> list[str]:
@@ -145,7 +146,7 @@ class RunConfig(Section):
 
     @property
     def engine_workers(self) -> int:
-        guide_engines = self.guide.num_engines if self.has_guide else 0
+        guide_engines = self.guide.num_engines if self.guide_samples else 0
         return (self.vllm.num_engines + guide_engines) * self.vllm.tensor_parallel_size
 
     @property

@@ -346,7 +346,7 @@ def _engine_lines(config: RunConfig) -> Iterator[str]:
             yield f"  engine {engine}: rank{'s' if size > 1 else ''} {_span([engine * size, (engine + 1) * size - 1])}"
         if config.vllm.num_engines > _ENGINES_SHOWN:
             yield f"  ... and so on, up to engine {config.vllm.num_engines - 1}"
-    if config.has_guide:
+    if config.guide_samples:
         policy = config.rollout.n_samples_per_prompt - config.guide_samples
         yield (
             f"rollout of the guide: {config.guide.num_engines} vLLM engines x tp {size}, {config.rollout_dtype}, on "

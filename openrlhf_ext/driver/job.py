@@ -212,7 +212,7 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
     doing = "starting the rollout engines and the policy ranks"
     with start.limit(config.vllm.start_timeout_s, doing, "vllm.start_timeout_s"):
         logger.info("starting %d policy ranks and %d rollout engines", config.world_size, config.vllm.num_engines)
-        if config.has_guide:
+        if config.guide_samples:
             logger.info("and %d engines of the guide", config.guide.num_engines)
         with library_chatter(shown=config.logger.verbose):
             from openrlhf_ext import compat

@@ -89,8 +89,8 @@ def start_engines(config: RunConfig, use_gpu: bool, policy_places: Reservation) 
 
 
 def start_guide_engines(config: RunConfig, use_gpu: bool) -> EngineFleet | None:
-    """The vLLM actors of the guide, None without one; their seeds go on where those of the policy's engines end."""
-    if not config.has_guide:
+    """The vLLM actors of a guide that samples, or None; their seeds go on where those of the policy's engines end."""
+    if not config.guide_samples:
         return None
     places = engine_places(config, use_gpu, None, config.guide.num_engines, "the guide's engines")
     path = required(config.guide.model_name_or_path, "guide.model_name_or_path")

@@ -207,6 +207,8 @@ METRICS = (
         "weight has moved: what a log-prob depends on besides (`fp8.recipe` current, delayed: the others in its pack)"),
     Metric("algorithm/ref_kl", "nats",
         "mean over loss tokens of the KL estimate in the loss, in the updates of the step"),
+    Metric("algorithm/reverse_kl", "nats",
+        "on_policy_distillation: mean over completion tokens of the policy's minus the guide's log-prob"),
     Metric("algorithm/zero_batch_loss", "loss", "mixed_policy_dapo: loss on the groups without a success"),
     Metric("algorithm/optimizer_steps", "updates", "optimizer updates of the step"),
     Metric("algorithm/*", "see the method", "what else an algorithm reports about shaping and loss"),

@@ -193,6 +193,7 @@ DEFAULTS |= {
         "tau_neg": 1.05,
     },
 }
+DEFAULTS["on_policy_distillation"] = {**_CLIP, **_TOKEN_MEAN, "clip_high": 0.2, "kl_coef": 0.0, "most_gap": 10.0}
 DEFAULTS["mixed_policy_dapo"] = {**DEFAULTS["dapo"], "zero_batch": False, "zero_weight": 1.0}
 OFFICIAL = {
     "normalize_std": False,
@@ -600,6 +601,19 @@ def run_returns(baselined):
         return {"loss": loss, "grad": grad, "advantages": tokens, "rewards": rewards}
 
     return run_method
+
+
+def run_distillation(groups, o, correction=None):
+    def gap(c):
+        pairs = zip(c["guide"], c["old"], strict=True)
+        return [min(max(guide - old, -o["most_gap"]), o["most_gap"]) for guide, old in pairs]
+
+    tokens = [[gap(c) for c in group] for group in groups]
+    counted = [[length(c) for c in group] for group in groups]
+    omegas = token_omegas(groups, [True] * len(groups), counted, o)
+    loss, grad, clipped = token_loss(groups, tokens, omegas, o, correction=correction)
+    rewards = [[c["reward"] for c in group] for group in groups]
+    return {"loss": loss, "grad": grad, "advantages": tokens, "rewards": rewards, "clipped": clipped}
 
 
 def run_gated(gate):
@@ -1029,6 +1043,7 @@ RUNNERS = {
     "clip_cov": run_clip_cov,
     "kl_cov": run_kl_cov,
     "mixed_policy_dapo": run_mixed,
+    "on_policy_distillation": run_distillation,
 }
 
 

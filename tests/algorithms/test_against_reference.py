@@ -135,6 +135,7 @@ OPTIONS = {
         "dual_clip": [None, 1.1],
     },
     "kl_cov": {**COV, **KL, "cov_ratio": [2e-3, 0.3], "ppo_kl_coef": [1.0, 0.0, 0.4]},
+    "on_policy_distillation": {**CLIP, **KL, **AGG, "most_gap": [10.0, 0.2]},
     "mixed_policy_dapo": {**GROUP, **CLIP, **KL, **AGG, "zero_batch": [False, True], "zero_weight": [1.0, 0.3]},
 }
 CORRECTIONS = [

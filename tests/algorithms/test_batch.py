@@ -62,7 +62,7 @@ def test_nasty_batches_give_finite_numbers(name: str, rewards: tuple, change: di
     finite(build(name, **options), simple_batch(rewards, **change))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "on_policy_distillation"])
 def test_no_signal_means_no_gradient(name: str) -> None:
     if name == "gtpo_conflict":
         options = {"gamma": 0.0}

@@ -17,6 +17,7 @@ from openrlhf_ext.driver.waits import call_ranks
 from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.reporting import EventLog
 from tests.e2e.jobs import Task
+from tests.models import make_tiny_policy
 from tests.patience import PATIENCE_S
 
 OPTIONS = {
@@ -26,6 +27,7 @@ OPTIONS = {
     # two optimizer steps for each rollout batch: their token choices follow the current policy
     "clip_cov": {"train__batch_size": 16},
     "kl_cov": {"train__batch_size": 16},
+    "on_policy_distillation": {"guide__model_name_or_path": "guide"},
     "mixed_policy_dapo": {"algo__mixed_policy_dapo__zero_batch": "false"},
     CUSTOM: {"algo__custom__strength": 0.5},
 }
@@ -66,6 +68,8 @@ def halved(objective_BT):
 
 def config_of(task: Task, estimator: str):
     options = {"algo__advantage__estimator": estimator, **SAME_FOR_ALL, **OPTIONS[estimator]}
+    if "guide__model_name_or_path" in options:
+        options["guide__model_name_or_path"] = task.folder / "guide"
     if estimator == "custom":
         options["algo__module_path"] = task.folder / "own_method.py"
     return load_config(task.options(estimator, **options))
@@ -74,7 +78,8 @@ def config_of(task: Task, estimator: str):
 def main(folder: Path) -> None:
     task = Task(folder)
     (folder / "own_method.py").write_text(OWN_METHOD)
-    base = config_of(task, "grpo")
+    make_tiny_policy(folder / "guide", seed=1)
+    base = config_of(task, "on_policy_distillation")  # ranks that hold a guide
     session = RaySession(policy_ranks=2, engines=1, env=settings.worker_env(base), verbose=False)
     with session:
         parts = job.build_parts(base, session, EventLog())

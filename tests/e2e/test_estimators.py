@@ -73,7 +73,7 @@ def test_three_steps_with_every_estimator(tmp_path):
         assert everything >= REPORTED_BY_ALL | REPORTED_BY.get(estimator, set()), estimator
 
 
-NOT_IN_A_STUDY = ("mixed_policy_dapo", "custom")
+NOT_IN_A_STUDY = ("mixed_policy_dapo", "on_policy_distillation", "custom")
 PARITY = 1e-5
 """Of weights that moved by 2e-3."""
 

@@ -254,14 +254,17 @@ class Ref(Section):
 
 
 class Guide(Section):
-    """The frozen guiding policy of mixed_policy_dapo: it samples a part of every group and scores all completions.
+    """The frozen guiding policy, which scores all completions: the teacher of on_policy_distillation; that of
+    mixed_policy_dapo samples a part of every group besides.
 
     Without ranks of its own its weights are a copy in the host memory of the policy's ranks, swapped in for one forward
     pass, which takes a guide of the policy's architecture. Its engines take the options of vllm.* and
     fp8.rollout_enable.
     """
 
-    needs = {"guide.model_name_or_path": ("*",), "algo.advantage.estimator=mixed_policy_dapo": ("*",)}
+    needs = {"guide.model_name_or_path": ("*",),
+        "algo.advantage.estimator=mixed_policy_dapo | algo.advantage.estimator=on_policy_distillation": ("*",),
+        "algo.advantage.estimator=mixed_policy_dapo": ("samples_per_prompt", "num_engines")}
 
     model_name_or_path: str | None = added(None,
         "folder or hub name of the guide's checkpoint, with the policy's tokenizer; null = there is no guide",
