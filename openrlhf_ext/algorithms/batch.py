@@ -58,7 +58,7 @@ class RolloutBatch(Named):
         old_logprobs: (N,) floating point, log-probability of each token under the policy at rollout time, natural log.
         entropies: (N,) floating point, entropy of that policy in nats, same (tempered) distribution; a constant.
         ref_logprobs: (N,) floating point, under the reference policy; needed with `kl_coef`.
-        guide_logprobs: (N,) floating point, under the guiding policy; `mixed_policy_dapo` only.
+        guide_logprobs: (N,) floating point, under the guiding policy, of methods that have one.
         rollout_logprobs: (N,) floating point, as reported by the sampler; needed with an importance correction.
         values: (N,) floating point, of a critic; `gae` only.
         truncated: (B,) bool, cut at the length limit without EOS (the sampler's finish reason).

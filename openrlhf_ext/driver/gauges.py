@@ -161,7 +161,9 @@ def _effective_fraction(log_sum: Tensor, log_sum_of_squares: Tensor, count: int)
 
 
 def guide_gauges(samples: Sequence[Response]) -> dict[str, float]:
-    """What the completions of the guide and those of the policy are like."""
+    """What the completions of the guide and those of the policy are like; nothing of a guide that does not sample."""
+    if not any(sample.from_guide for sample in samples):
+        return {}
     gauges = {"guide/fraction": sum(sample.from_guide for sample in samples) / len(samples)}
     for source, is_guide in (("guide", True), ("policy", False)):
         own = [sample for sample in samples if sample.from_guide == is_guide]
@@ -172,9 +174,9 @@ def guide_gauges(samples: Sequence[Response]) -> dict[str, float]:
 
 
 def guide_agreement(rollout: RolloutBatch) -> dict[str, float]:
-    """Whether the guide's ranks and its engines say the same of its completions; nothing without a guide."""
+    """Whether the guide's ranks and its engines say the same of its completions; nothing where it has none."""
     rows, ranks_N, engines_N = rollout.from_guide, rollout.guide_logprobs, rollout.rollout_logprobs
-    if rows is None or ranks_N is None or engines_N is None:
+    if rows is None or not bool(rows.any()) or ranks_N is None or engines_N is None:
         return {}
     ranks_n, engines_n = (rollout.segments.take(values_N, rows) for values_N in (ranks_N, engines_N))
     return {"guide/rollout_max_abs": float((ranks_n - engines_n).abs().max())}
