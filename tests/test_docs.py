@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.cli.main import main
+from tests.models import CHAT_TEMPLATE
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
@@ -32,7 +34,11 @@ MODEL = {
     "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 32768,
 }  # fmt: skip
 # what stands for the reader's own files
-YOURS = {"/path/to/qwen2.5-7b": "model", "/models/Qwen2.5-7B-Instruct": "model", "my_reward.py": "reward.py"}
+YOURS = {
+    "OpenRLHF/Llama-3-8b-sft-mixture": "chat_model", "OpenRLHF/prompt-collection-v0.1": "chats.jsonl",
+    "/openrlhf/examples/python/reward_func.py": "reward.py",
+    "/path/to/qwen2.5-7b": "model", "/models/Qwen2.5-7B-Instruct": "model", "my_reward.py": "reward.py",
+}  # fmt: skip
 
 
 def _place(value: str | None) -> str:
@@ -78,6 +84,10 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (desk / name).symlink_to(ROOT / name)
     (desk / "model").mkdir()
     (desk / "model/config.json").write_text(json.dumps(MODEL))
+    shutil.copytree(desk / "model", desk / "chat_model")
+    (desk / "chat_model/chat_template.jinja").write_text(CHAT_TEMPLATE)
+    chats = ({"context_messages": [{"role": "user", "content": f"How many are {i} and 1?"}]} for i in range(128))
+    (desk / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     (desk / "reward.py").write_text(
         "def reward_func(queries, prompts, labels, **kwargs):\n    return {'rewards': 0.0}\n"
     )
