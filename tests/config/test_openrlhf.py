@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from openrlhf_ext.config import option_table
+from openrlhf_ext.config import load_config, option_table
 from openrlhf_ext.config.upstream import DIFFERENCES, upstream_args
+from openrlhf_ext.options import value_of, value_text
 
 pytest.importorskip("openrlhf", reason="compares with the installed OpenRLHF")
 
+from tests.config.conftest import MODEL  # noqa: E402
 from tests.config.upstream_parser import upstream_parser  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +117,20 @@ def test_loading_twice_gives_independent_namespaces(load):
     config = load()
     upstream_args(config).eval.steps = float("inf")  # OpenRLHF's trainer does this
     assert upstream_args(config).eval.steps == -1
+
+
+def test_the_script_that_opens_the_readme_comes_to_what_openrlhf_parses(run_dir):
+    """Every option has the value that OpenRLHF gives it, or a line or the table of other defaults names it."""
+    text = (ROOT / "README.md").read_text().split("python -m openrlhf_ext.cli.train_ppo_ray \\\n")[1].split("```")[0]
+    files = {"OpenRLHF/Llama-3-8b-sft-mixture": "model", "OpenRLHF/prompt-collection-v0.1": "train.jsonl",
+             "/openrlhf/examples/python/reward_func.py": "reward.py"}  # fmt: skip
+    given = {name: str(run_dir / file) for name, file in files.items()}
+    words = [given.get(word, word) for word in shlex.split(text.replace("\\\n", " "))]
+    (run_dir / "model/config.json").write_text(json.dumps(MODEL | {"max_position_embeddings": 2048}))
+    config = load_config(words, files=False)
+    theirs = [word for word in words if word != "--algo.advantage.is_correction_enable"]  # a name of 0.11.0
+    said = " ".join(config.warnings) + " ".join(difference.name for difference in DIFFERENCES)
+    parsed = vars(upstream_parser().parse_args(theirs))
+    differ = {name: (value, value_of(config, name)) for name, value in parsed.items()
+              if name in option_table() and value_text(value) != value_text(value_of(config, name))}  # fmt: skip
+    assert {name: pair for name, pair in differ.items() if name not in said} == {}
