@@ -29,6 +29,7 @@ from tests.patience import until
 
 # long responses, of one batch at a time: others are in flight whenever a batch is complete
 COMMON = {
+    "train__colocate_all": "true",  # as OpenRLHF reads it in an asynchronous run: the engines are elsewhere
     "data__max_len": 320, "rollout__max_new_tokens": 256, "rollout__micro_batch_size": 8, "vllm__max_requests": 32,
 }  # fmt: skip
 RUNS = {
