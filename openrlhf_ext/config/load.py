@@ -282,11 +282,16 @@ def unknown_option(setting: Setting) -> Violation:
 # ---- the configuration ----------------------------------------------------------------------------------------------
 
 Rules = Callable[[RunConfig], Findings]
+Choice = Callable[[RunConfig], Mapping[str, Any]]
+"""Makes the options that a configuration leaves to it, before any rule is asked."""
+CHOSEN = "chosen: megatron.layout auto"
+"""Where such an option got its value (``RunConfig.sources``)."""
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 
 
 def load_config(
     argv: Sequence[str], *, more_rules: Rules | None = None, files: bool = True,
-    defaults: Mapping[str, Any] | None = None, chosen: Iterable[str] = (),
+    defaults: Mapping[str, Any] | None = None, chosen: Iterable[str] = (), choice: Choice | None = None,
 ) -> RunConfig:  # fmt: skip
     """Builds the configuration of a run from command-line words.
 
@@ -301,6 +306,7 @@ def load_config(
             may break other rules.
         files: whether data, reward and outputs are needed and looked at; a plan needs none of them.
         chosen: options that the caller gives other values, so that no rule about them is asked.
+        choice: what ``megatron.layout auto`` comes to; without it the sizes stay as they are.
 
     Raises:
         ConfigError: lists every violation: unknown names, wrong types, unsupported options, broken rules, absent files.
@@ -319,7 +325,7 @@ def load_config(
         violations += broken
         readable &= all(violation.options for violation in broken)
     rules = [check_config if files else check_settings, *([more_rules] if more_rules is not None else [])]
-    return _build([*settings, *line.settings], violations, rules if readable else [], chosen)
+    return _build([*settings, *line.settings], violations, rules if readable else [], chosen, choice)
 
 
 def build_config(values: Mapping[str, Any], *, origin: str = "code", files: bool = True) -> RunConfig:
@@ -348,8 +354,9 @@ class _Draft:
 
 
 def _build(
-    settings: Sequence[Setting], violations: list[Violation], rules: Sequence[Rules], chosen: Iterable[str] = ()
-) -> RunConfig:
+    settings: Sequence[Setting], violations: list[Violation], rules: Sequence[Rules], chosen: Iterable[str] = (),
+    choice: Choice | None = None,
+) -> RunConfig:  # fmt: skip
     """There are no ``rules`` when a file could not be read: they would be about defaults that nobody meant."""
     draft = _Draft(violations)
     _collect(draft, _todays(draft, settings))
@@ -359,6 +366,11 @@ def _build(
     config = _typed(draft)
     if resolved := {name: value for name, value in _resolved_defaults(config) if not is_set(config, name)}:
         draft.values |= resolved
+        config = _typed(draft)
+    if choice is not None and config.megatron.layout == "auto" and not draft.violations:
+        made = choice(config)
+        draft.values |= made
+        draft.origins |= {name: CHOSEN for name in made if len(made) > 1 or name in draft.origins}
         config = _typed(draft)
     for violation, is_fault in _unsupported(config, draft.origins):
         if is_fault:
@@ -479,6 +491,8 @@ def _resolved_defaults(config: RunConfig) -> Iterable[tuple[str, Any]]:
     """Defaults that follow from typed settings, so that the configuration that is shown loads back to the same run."""
     if config.actor.gradient_checkpointing_enable:
         yield "megatron.recompute", "full"
+    if any(is_set(config, f"megatron.{size}") for size in _SIZES):
+        yield "megatron.layout", "given"
     if config.correction_level != "off":
         yield "algo.advantage.is_correction_level", config.correction_level
         yield "algo.advantage.is_correction_mode", config.correction_mode

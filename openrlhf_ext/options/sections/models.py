@@ -284,6 +284,13 @@ class Megatron(Section):
         "megatron.recompute=selective": ("recompute_modules",),
         "megatron.recompute=full": ("recompute_method", "recompute_num_layers")}
 
+    layout: Literal["auto", "given"] = added("auto",
+        "auto = tensor, pipeline and context parallelism, and recomputation, are chosen where they are not given, so "
+        "that all models fit on their GPUs; 1 everywhere if that fits, and on CPU. given = as they are written",
+        default_text="auto, or given where one of these sizes is")
+    gpu_memory_gib: Float | None = added(None,
+        "memory of a GPU of the run, GiB, for megatron.layout auto and for a dry run's sum", gt=0,
+        default_text="that of this machine's GPU; a dry run without one takes an H100's")
     tensor_parallel_size: Int = added(1, "ranks that share every layer (attention heads, MLP, vocabulary)", ge=1)
     pipeline_parallel_size: Int = added(1, "pipeline stages; layers are spread evenly over them", ge=1)
     context_parallel_size: Int = added(1,

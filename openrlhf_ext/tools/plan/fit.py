@@ -1,0 +1,382 @@
+"""Whether a run fits on its GPUs: the layout that ``megatron.layout auto`` comes to, and the verdict of a dry run.
+
+Both are the planner's sums. States that are larger than a GPU are refused by name, in the report of a run's options;
+what activations and estimates add is told by a dry run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import logging
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation, value_of
+from openrlhf_ext.config.file_rules import not_given
+from openrlhf_ext.config.files import is_hub_name, model_folder, unknown_model
+from openrlhf_ext.config.load import CHOSEN
+from openrlhf_ext.inputs import InputError
+from openrlhf_ext.options import is_set, nest
+from openrlhf_ext.redaction import redact
+from openrlhf_ext.tools.plan.memory import GIB, Moment
+from openrlhf_ext.tools.plan.search import (
+    SHARE,
+    SIZES,
+    Candidate,
+    PlanError,
+    Planner,
+    lacking,
+    order,
+    with_options,
+)
+from openrlhf_ext.tools.plan.seconds import GPUS
+
+logger = logging.getLogger(__name__)
+
+_LAYOUT, _MEMORY = "megatron.layout", "megatron.gpu_memory_gib"
+_ASSUMED = "H100"
+_ASK_S = 60.0
+_MOST_GPUS, _NODE = 1024, 8
+_COUNTS = ("actor", "critic", "ref")
+_PARTS_SHOWN = 5
+
+
+# ---- the GPU --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Device:
+    """The GPUs of a run: ``said`` in words, ``kind`` by the planner's table, which gives their rates; ``is_known``: the
+    memory was asked for or given."""
+
+    said: str
+    memory: int
+    kind: str = _ASSUMED
+    is_known: bool = True
+
+    @property
+    def remedy(self) -> str:
+        return "" if self.is_known else f"; {_MEMORY} says what the run's GPUs have"
+
+
+_ASSUMED_DEVICE = Device(f"an {_ASSUMED} (there is no GPU here)", GPUS[_ASSUMED].memory, is_known=False)
+
+
+def _device_of(config: RunConfig) -> Device | None:
+    """What the run trains on; None: on CPU, where nothing has a size of its own.
+
+    Without a GPU here a run is on CPU unless it joins a cluster; a dry run is taken to be of one on GPUs, unless its
+    weights travel by gloo.
+    """
+    here = _gpu_here()
+    if config.megatron.gpu_memory_gib is not None:
+        memory = int(config.megatron.gpu_memory_gib * GIB)
+        return Device(f"a GPU ({_MEMORY})", memory, _ASSUMED if here is None else here.kind)
+    if here is not None:
+        return here
+    elsewhere = os.environ.get("RAY_ADDRESS", "") not in ("", "local")  # the driver joins that cluster
+    if config.vllm.sync_backend == "gloo" or not (config.dry_run or config.dry_run_json or elsewhere):
+        return None
+    return _ASSUMED_DEVICE
+
+
+@cache
+def _gpu_here() -> Device | None:
+    """Asked in a process of its own: CUDA, once it is started in this one, cannot be used in the driver, its fork."""
+    if not glob.glob("/dev/nvidia[0-9]*"):
+        return None
+    receiver, sender = (fork := multiprocessing.get_context("fork")).Pipe(duplex=False)
+    child = fork.Process(target=_ask_cuda, args=(sender,), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        if not receiver.poll(_ASK_S):
+            raise EOFError(f"no answer within {_ASK_S:g} s")
+        found = receiver.recv()
+    except EOFError as error:
+        logger.warning("the GPU of this machine does not say what memory it has (%s): %s does", error, _MEMORY)
+        return None
+    finally:
+        child.kill()
+        child.join()
+    if found is None:
+        return None
+    name, memory = found
+    return Device(f"this machine's {name}", memory, next((known for known in GPUS if known in name), _ASSUMED))
+
+
+def _ask_cuda(sender: Connection) -> None:
+    """Sends name and bytes of this process's first GPU, None without one."""
+    there = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    sender.send(None if there is None else (there.name, there.total_memory))
+
+
+def _planner(config: RunConfig, device: Device) -> Planner:
+    return Planner(config, device.kind, device_memory=device.memory)
+
+
+# ---- a layout that is left to us ------------------------------------------------------------------------------------
+
+
+def choice(config: RunConfig) -> dict[str, Any]:
+    """What ``megatron.layout auto`` comes to, as options; none where the model's config.json is not here yet.
+
+    The layout as it is written (1 everywhere) where that fits, or nothing does; else the best by the planner's order.
+    GPU counts, engines and all that the run sets stay. Called before the rules are asked, so they may be broken.
+    """
+    given: dict[str, Any] = {_LAYOUT: "given"}
+    if (device := _device_of(config)) is None:
+        return given
+    try:
+        found = _fitting(_planner(config, device)) or {}
+    except PlanError:
+        return {}
+    except InputError:  # of config.json, which the rules report
+        return given
+    return given | {name: value for name, value in found.items() if not is_set(config, name)}
+
+
+def _fitting(planner: Planner) -> dict[str, Any] | None:
+    """What a layout that fits sets; nothing where the one as it is written does. None where no layout fits.
+
+    A critic has the policy's sizes if any layout does with them.
+    """
+    config = planner.config
+    if planner.is_allowed and _models_fit(planner.as_configured(), config.train.colocate_all):
+        return {}
+    if (best := _best(planner)) is not None or not config.has_critic:
+        return best
+    for sizes in planner.critic_layouts():
+        if (best := _best(dataclasses.replace(planner, config=with_options(config, sizes)))) is not None:
+            return {**sizes, **best}
+    return None
+
+
+def _best(planner: Planner) -> dict[str, Any] | None:
+    config, shared = planner.config, planner.config.train.colocate_all
+    found = [*planner.layouts()]
+    fitting = [candidate for candidate in found if _models_fit(candidate, shared)]
+    if not fitting and shared and not is_set(config, SHARE):
+        fitting = [one for one in map(planner.with_best_share, found) if not one.short]
+    return dict(min(fitting, key=order).options) if fitting else None
+
+
+def _decisive(candidate: Candidate, shared: bool) -> Sequence[Moment]:
+    """An engine that is alone on its GPU takes the share that it is given, whatever it or the policy needs."""
+    return candidate.moments if shared else candidate.moments[1:]
+
+
+def _models_fit(candidate: Candidate, shared: bool) -> bool:
+    return all(moment.total <= candidate.memory for moment in _decisive(candidate, shared))
+
+
+# ---- what cannot fit ------------------------------------------------------------------------------------------------
+
+
+def findings(config: RunConfig) -> Findings:
+    """For ``load_config(more_rules=...)``: states that exceed a GPU; what ``megatron.layout auto`` came to."""
+    if config.megatron.layout == "auto":
+        later = (
+            "megatron.layout auto: the sizes are chosen once the model's config.json is here, at the start of the run"
+        )
+        return Findings((), (later,))
+    if (device := _device_of(config)) is None:
+        return Findings((), ())
+    planner = _planner(config, device)
+    try:
+        if not planner.is_allowed:  # other rules say so
+            return Findings((), ())
+        laid_out = planner.as_configured()
+    except (PlanError, InputError):  # the verdict or the rules say so
+        return Findings((), ())
+    violations = tuple(_too_large(planner, laid_out, device))
+    is_chosen = CHOSEN in config.sources.values()
+    return Findings(violations, (_chosen(config, laid_out, device),) if is_chosen and not violations else ())
+
+
+def laid_out(config: RunConfig) -> RunConfig:
+    """A run whose models have been downloaded, with the layout that was left open until then. Raises ConfigError:
+    states exceed a GPU."""
+    if config.megatron.layout == "given":
+        return config
+    options = choice(config)
+    decided = with_options(config, options)
+    decided._sources = config.sources | (dict.fromkeys(options, CHOSEN) if len(options) > 1 else {})
+    found = findings(decided)
+    if found.violations:
+        raise ConfigError(list(found.violations))
+    for line in found.warnings:
+        logger.warning(line)
+    return decided
+
+
+def _chosen(config: RunConfig, laid_out: Candidate, device: Device) -> str:
+    moments = _decisive(laid_out, config.train.colocate_all)
+    fullest, tight = max(moments, key=_total), any(map(laid_out.tight, moments))
+    return (
+        f"megatron.layout auto: {written(config)}; written so, it stays. While {fullest.doing}, the fullest GPU holds "
+        f"{fullest.total / GIB:.1f} of {device.memory / GIB:.1f} GiB of {device.said}"
+        f"{', which is tight: parts of the sum are estimates' if tight else ''}{device.remedy}"
+    )
+
+
+def _total(moment: Moment) -> int:
+    return moment.total
+
+
+def written(config: RunConfig) -> str:
+    """The layout as YAML on one line, without what is at its default but the first size; '' if all of it is."""
+    sequence, recompute = "megatron.sequence_parallel_enable", "megatron.recompute"
+    names = (*SIZES, sequence, recompute, f"{recompute}_modules", *(f"critic.{name}" for name in SIZES), SHARE)
+    default = RunConfig()
+    values = {name: value for name in names if (value := value_of(config, name)) != value_of(default, name)}
+    return ", ".join(f"{name}: {_flow(part)}" for name, part in nest({SIZES[0]: 1} | values).items()) if values else ""
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {_flow(inner)}' for name, inner in value.items())}}}"
+    return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value).lower()
+
+
+def _too_large(planner: Planner, laid_out: Candidate, device: Device) -> Iterator[Violation]:
+    config, memory = planner.config, device.memory
+    weights = planner.clock.engine_weights(laid_out.engines)
+    if weights > memory:
+        enough = next(
+            (tp for tp in (2, 4, 8, 16) if weights * laid_out.engines.tensor_parallel_size // tp < memory), 32
+        )
+        yield Violation(("vllm.tensor_parallel_size", "actor.model_name_or_path"),
+            f"vllm.tensor_parallel_size must be at least {enough}: an engine's weights take {weights / GIB:.1f} GiB of "
+            f"a GPU, and {device.said} has {memory / GIB:.1f}{device.remedy}")  # fmt: skip
+    shared = config.train.colocate_all
+    if (standing := max((one.standing for one in _decisive(laid_out, shared)), key=_total)).total <= memory:
+        return
+    layout = laid_out.policy.training.layout
+    beside = " with the engine beside it" if shared else ""
+    yield Violation((*SIZES, "actor.num_nodes", "actor.num_gpus_per_node", "actor.model_name_or_path", _LAYOUT),
+        f"{' * '.join(SIZES[:2])} must cut the models so that a rank fits on a GPU{beside}: got "
+        f"{layout.tensor_parallel_size} * {layout.pipeline_parallel_size} on {layout.world_size} ranks, with which "
+        f"{standing.doing} takes {standing.total / GIB:.1f} GiB before any activation ({_shown(standing)}), and "
+        f"{device.said} has {memory / GIB:.1f}; "
+        f"{_remedy(config, device)}{device.remedy}")  # fmt: skip
+
+
+def _remedy(config: RunConfig, device: Device) -> str:
+    """Sizes that fit, or more GPUs."""
+    free, factor = _free(config), 1
+    while factor * config.world_size <= _MOST_GPUS:
+        more = _on_more(free, factor) if factor > 1 else free
+        if (options := _fitting(_planner(more, device))) is not None:
+            sizes = written(with_options(more, options)) or "no size at all"
+            if factor == 1:
+                return f"use megatron.layout auto, or {sizes}, which fits"
+            counts = f"actor.num_nodes {more.actor.num_nodes}, actor.num_gpus_per_node {more.actor.num_gpus_per_node}"
+            counts += f", vllm.num_engines {more.vllm.num_engines}" if config.train.colocate_all else ""
+            return f"no layout of these GPUs fits; {counts} with {sizes} would do"
+        factor *= 2
+    return (
+        "no layout fits, nor do more GPUs help: shorten data.max_len, add ds.enable_sleep and vllm.enable_sleep where "
+        f"GPUs are shared, or lower {SHARE}"
+    )
+
+
+def _free(config: RunConfig) -> RunConfig:
+    """The run with no size given, for the remedy."""
+    default = type(config.megatron)()
+    leaves = {name.split(".")[1] for name in SIZES} | {"sequence_parallel_enable", "virtual_pipeline_size", "layout"}
+    kept = {name: value for name, value in config.megatron if name in config.megatron.model_fields_set - leaves}
+    return config.model_copy(update={"megatron": default.model_copy(update=kept)})
+
+
+def _on_more(config: RunConfig, factor: int) -> RunConfig:
+    """The run with so many times its GPUs, engines of a shared GPU included: whole nodes first."""
+    options: dict[str, Any] = {}
+    for section in _COUNTS:
+        counts = getattr(config, section)
+        if section != "actor" and not counts.model_fields_set & {"num_nodes", "num_gpus_per_node"}:
+            continue
+        ranks = counts.num_nodes * counts.num_gpus_per_node * factor
+        per_node = ranks if ranks <= _NODE else max(_NODE, counts.num_gpus_per_node)
+        if ranks % per_node == 0:
+            options |= {f"{section}.num_nodes": ranks // per_node, f"{section}.num_gpus_per_node": per_node}
+    if config.train.colocate_all:
+        options["vllm.num_engines"] = config.vllm.num_engines * factor
+    return with_options(config, options)
+
+
+# ---- whether a run would start, and the memory of its fullest GPUs beside that of a GPU -----------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of a dry run; ``starts``: whether a run would, once it has what it was not given."""
+
+    text: str
+    details: tuple[str, ...]
+    starts: bool
+
+
+def verdict(config: RunConfig) -> Verdict:
+    """The same sum as ``plan``'s, for the GPU of this machine, or an H100's where there is none."""
+    device = _device_of(config) or _ASSUMED_DEVICE
+    missing = " and ".join(violation.options[0] for violation in not_given(config))
+    starts = f"would start, once {missing} {'are' if ' and ' in missing else 'is'} given" if missing else "would start"
+    details = [*_model_lines(config), *_places(config)]
+    try:
+        laid_out = _planner(config, device).as_configured()
+    except PlanError as error:
+        unknown = str(error) if model_folder(config.actor.model_name_or_path or "") else "the model is not here"
+        return Verdict(f"{starts}; its memory is not known: {unknown}", tuple(details), True)
+    details += _memory_lines(laid_out, device.said)
+    if not laid_out.short:
+        decisive = _decisive(laid_out, config.train.colocate_all)
+        tight = "; memory is tight" if any(laid_out.tight(moment) for moment in decisive) else ""
+        return Verdict(f"{starts}{tight}", tuple(details), True)
+    short = f"does not fit on {device.said}: {lacking(laid_out)}; openrlhf-ext plan finds what does"
+    if not device.is_known:  # nobody said that it is an H100 where the run will be
+        return Verdict(f"{starts}, but it {short}", tuple(details), True)
+    return Verdict(f"would fail: it {short}", tuple(details), False)
+
+
+def _model_lines(config: RunConfig) -> Iterator[str]:
+    name = config.actor.model_name_or_path or ""
+    if not is_hub_name(name):
+        yield f"model: {redact(name)}"
+    elif (folder := model_folder(name)) is not None:
+        yield f"model: {name} of the hub, which a run downloads; config.json is that of {os.path.relpath(folder)}"
+    else:
+        yield redact(f"model: {unknown_model(name)}")
+
+
+def _places(config: RunConfig) -> Iterator[str]:
+    workers, ranks = config.engine_workers, config.training_ranks
+    shared = config.train.colocate_all
+    yield (f"GPUs: {config.world_size if shared else ranks + workers}: {ranks} ranks that train or score, "
+        f"{config.vllm.num_engines} engines of {config.vllm.tensor_parallel_size} on "
+        f"{'the same' if shared else 'others'}")  # fmt: skip
+
+
+def _memory_lines(laid_out: Candidate, gpu: str) -> Iterator[str]:
+    yield f"memory of the fullest GPU, of {laid_out.memory / GIB:.1f} GiB of {gpu}; sums, nothing was allocated:"
+    yield from (f"  {_moment_line(moment)}" for moment in laid_out.moments)
+
+
+def _moment_line(moment: Moment) -> str:
+    return f"{moment.doing} {moment.total / GIB:.1f}: {_shown(moment)}"
+
+
+def _shown(moment: Moment) -> str:
+    parts = sorted(moment.parts.items(), key=lambda part: -part[1])
+    shown = [f"{name} {size / GIB:.1f}" for name, size in parts[:_PARTS_SHOWN]]
+    if others := sum(size for _, size in parts[_PARTS_SHOWN:]):
+        shown.append(f"others {others / GIB:.1f}")
+    return ", ".join(shown)
