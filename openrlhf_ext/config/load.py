@@ -25,7 +25,7 @@ from openrlhf_ext.config.run_config import (
     option_table,
 )
 from openrlhf_ext.config.show import format_help
-from openrlhf_ext.config.upstream import EARLIER_DEFAULTS, STANDS_FOR, is_earlier, of_earlier, read_earlier
+from openrlhf_ext.config.upstream import EARLIER_DEFAULTS, STANDS_FOR, is_earlier, of_earlier, origin_of, read_earlier
 from openrlhf_ext.inputs import InputError, read_text, shown
 from openrlhf_ext.options import (
     ConfigError,
@@ -368,9 +368,10 @@ def _build(
         draft.values |= resolved
         config = _typed(draft)
     if choice is not None and config.megatron.layout == "auto" and not draft.violations:
+        config._sources = draft.origins
         made = choice(config)
+        draft.origins |= {name: _chosen_origin(draft, name) for name in made if len(made) > 1 or name in draft.origins}
         draft.values |= made
-        draft.origins |= {name: CHOSEN for name in made if len(made) > 1 or name in draft.origins}
         config = _typed(draft)
     for violation, is_fault in _unsupported(config, draft.origins):
         if is_fault:
@@ -433,6 +434,8 @@ def _overlap(one: str, other: str) -> bool:
 
 def _stand_in(draft: _Draft) -> None:
     """Sizes and types that OpenRLHF gives DeepSpeed are Megatron's, unless those are given."""
+    if any(f"megatron.{size}" in draft.values for size in _SIZES):
+        draft.values.setdefault("megatron.layout", "given")
     for name, ours in STANDS_FOR.items():
         value = draft.values.pop(name, None)
         if value is None:
@@ -441,13 +444,19 @@ def _stand_in(draft: _Draft) -> None:
             if str(value) != str(draft.values[ours]):
                 draft.lines.append(no_effect(name, value, f"{ours} is given as {value_text(draft.values[ours])}"))
             continue
-        draft.values[ours], draft.origins[ours] = value, f"{draft.origins[name]}, as {name}"
+        draft.values[ours], draft.origins[ours] = value, origin_of(draft.origins[name], name)
         if str(value) != str(option_table()[name].default):
             draft.lines.append(f"{name} {value_text(value)} is read as {ours} {value_text(value)}")
     shares = str(draft.values.get("train.colocate_all")).lower() == "true"
     if shares and draft.values.get("vllm.sync_backend") == "nccl":
         draft.values["vllm.sync_backend"] = "auto"
         draft.lines.append("vllm.sync_backend nccl with train.colocate_all is read as auto: CUDA IPC, as in OpenRLHF")
+
+
+def _chosen_origin(draft: _Draft, name: str) -> str:
+    if name not in draft.origins:
+        return CHOSEN
+    return f"{CHOSEN}, instead of {value_text(draft.values[name])} ({draft.origins[name]})"
 
 
 def _resolve_paths(draft: _Draft) -> None:
@@ -491,8 +500,6 @@ def _resolved_defaults(config: RunConfig) -> Iterable[tuple[str, Any]]:
     """Defaults that follow from typed settings, so that the configuration that is shown loads back to the same run."""
     if config.actor.gradient_checkpointing_enable:
         yield "megatron.recompute", "full"
-    if any(is_set(config, f"megatron.{size}") for size in _SIZES):
-        yield "megatron.layout", "given"
     if config.correction_level != "off":
         yield "algo.advantage.is_correction_level", config.correction_level
         yield "algo.advantage.is_correction_mode", config.correction_mode

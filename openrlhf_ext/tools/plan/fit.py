@@ -11,7 +11,7 @@ import glob
 import logging
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
@@ -23,6 +23,7 @@ from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation, val
 from openrlhf_ext.config.file_rules import not_given
 from openrlhf_ext.config.files import is_hub_name, model_folder, unknown_model
 from openrlhf_ext.config.load import CHOSEN
+from openrlhf_ext.config.upstream import stands_in
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.options import is_set, nest
 from openrlhf_ext.redaction import redact
@@ -129,44 +130,69 @@ def _planner(config: RunConfig, device: Device) -> Planner:
 def choice(config: RunConfig) -> dict[str, Any]:
     """What ``megatron.layout auto`` comes to, as options; none where the model's config.json is not here yet.
 
-    The layout as it is written (1 everywhere) where that fits, or nothing does; else the best by the planner's order.
-    GPU counts, engines and all that the run sets stay. Called before the rules are asked, so they may be broken.
+    The layout as it is written (1 everywhere) where that fits; else the best by the planner's order; else the one that
+    lacks least, if its states fit. GPU counts, engines and what the run sets stay; sizes that it gives DeepSpeed do
+    where a layout fits with them. Called before the rules are asked, so they may be broken.
     """
     given: dict[str, Any] = {_LAYOUT: "given"}
     if (device := _device_of(config)) is None:
         return given
     try:
-        found = _fitting(_planner(config, device)) or {}
+        found = _left_to_us(config, device) or {}
     except PlanError:
         return {}
     except InputError:  # of config.json, which the rules report
         return given
-    return given | {name: value for name, value in found.items() if not is_set(config, name)}
+    return given | {name: value for name, value in found.items() if value != value_of(config, name)}
 
 
-def _fitting(planner: Planner) -> dict[str, Any] | None:
-    """What a layout that fits sets; nothing where the one as it is written does. None where no layout fits.
+def _left_to_us(config: RunConfig, device: Device) -> dict[str, Any] | None:
+    freed = _without_deepspeed(config)
+    tries = [(goal, one) for goal in (_fits, _stands) for one in ([config] if freed is config else [config, freed])]
+    found = (_search(_planner(one, device), goal) for goal, one in tries)
+    return next((options for options in found if options is not None), None)
+
+
+def _without_deepspeed(config: RunConfig) -> RunConfig:
+    """Without the sizes that came from DeepSpeed's options, which cut sequences and heads, but no states."""
+    return _unset(config, [name for name in SIZES if stands_in(config, name)])
+
+
+def _unset(config: RunConfig, names: Sequence[str]) -> RunConfig:
+    """With options of ``megatron.*`` as if they had not been given."""
+    if not names:
+        return config
+    default, leaves = type(config.megatron)(), {name.removeprefix("megatron.") for name in names}
+    kept = {name: value for name, value in config.megatron if name in config.megatron.model_fields_set - leaves}
+    return config.model_copy(update={"megatron": default.model_copy(update=kept)})
+
+
+Goal = Callable[[Candidate, bool], bool]
+
+
+def _search(planner: Planner, goal: Goal) -> dict[str, Any] | None:
+    """What a layout that reaches the goal sets; nothing where the one as it is written does. None where none does.
 
     A critic has the policy's sizes if any layout does with them.
     """
     config = planner.config
-    if planner.is_allowed and _models_fit(planner.as_configured(), config.train.colocate_all):
+    if goal is _fits and planner.is_allowed and _fits(planner.as_configured(), config.train.colocate_all):
         return {}
-    if (best := _best(planner)) is not None or not config.has_critic:
+    if (best := _best(planner, goal)) is not None or not config.has_critic:
         return best
     for sizes in planner.critic_layouts():
-        if (best := _best(dataclasses.replace(planner, config=with_options(config, sizes)))) is not None:
+        if (best := _best(dataclasses.replace(planner, config=with_options(config, sizes)), goal)) is not None:
             return {**sizes, **best}
     return None
 
 
-def _best(planner: Planner) -> dict[str, Any] | None:
+def _best(planner: Planner, goal: Goal) -> dict[str, Any] | None:
     config, shared = planner.config, planner.config.train.colocate_all
     found = [*planner.layouts()]
-    fitting = [candidate for candidate in found if _models_fit(candidate, shared)]
-    if not fitting and shared and not is_set(config, SHARE):
-        fitting = [one for one in map(planner.with_best_share, found) if not one.short]
-    return dict(min(fitting, key=order).options) if fitting else None
+    good = [candidate for candidate in found if goal(candidate, shared)]
+    if not good and shared and not is_set(config, SHARE):
+        good = [one for one in map(planner.with_best_share, found) if goal(one, shared)]
+    return dict(min(good, key=order).options) if good else None
 
 
 def _decisive(candidate: Candidate, shared: bool) -> Sequence[Moment]:
@@ -174,8 +200,13 @@ def _decisive(candidate: Candidate, shared: bool) -> Sequence[Moment]:
     return candidate.moments if shared else candidate.moments[1:]
 
 
-def _models_fit(candidate: Candidate, shared: bool) -> bool:
+def _fits(candidate: Candidate, shared: bool) -> bool:
     return all(moment.total <= candidate.memory for moment in _decisive(candidate, shared))
+
+
+def _stands(candidate: Candidate, shared: bool) -> bool:
+    """Whether it fits but for activations, which shorter sequences make smaller."""
+    return all(moment.standing.total <= candidate.memory for moment in _decisive(candidate, shared))
 
 
 # ---- what cannot fit ------------------------------------------------------------------------------------------------
@@ -198,7 +229,7 @@ def findings(config: RunConfig) -> Findings:
     except (PlanError, InputError):  # the verdict or the rules say so
         return Findings((), ())
     violations = tuple(_too_large(planner, laid_out, device))
-    is_chosen = CHOSEN in config.sources.values()
+    is_chosen = any(source.startswith(CHOSEN) for source in config.sources.values())
     return Findings(violations, (_chosen(config, laid_out, device),) if is_chosen and not violations else ())
 
 
@@ -219,12 +250,21 @@ def laid_out(config: RunConfig) -> RunConfig:
 
 
 def _chosen(config: RunConfig, laid_out: Candidate, device: Device) -> str:
-    moments = _decisive(laid_out, config.train.colocate_all)
-    fullest, tight = max(moments, key=_total), any(map(laid_out.tight, moments))
+    shared = config.train.colocate_all
+    fullest, tight = max(_decisive(laid_out, shared), key=_total), any(map(laid_out.tight, _decisive(laid_out, shared)))
+    caution = ", which is tight: parts of the sum are estimates" if tight else ""
+    if not _fits(laid_out, shared):
+        caution = ": activations of the longest sequences are too much, and no other layout of these GPUs takes less"
+    made = {name: source for name, source in config.sources.items() if source.startswith(CHOSEN) and name != _LAYOUT}
+    instead = [
+        f"; {name} {value_of(config, name)} {source.removeprefix(f'{CHOSEN}, ')}"
+        for name, source in made.items()
+        if source != CHOSEN
+    ]
     return (
-        f"megatron.layout auto: {written(config)}; written so, it stays. While {fullest.doing}, the fullest GPU holds "
-        f"{fullest.total / GIB:.1f} of {device.memory / GIB:.1f} GiB of {device.said}"
-        f"{', which is tight: parts of the sum are estimates' if tight else ''}{device.remedy}"
+        f"megatron.layout auto: {_written(config, made)}; written so, it stays. While {fullest.doing}, the fullest GPU "
+        f"holds {fullest.total / GIB:.1f} of {device.memory / GIB:.1f} GiB of {device.said}{caution}{device.remedy}"
+        f"{''.join(instead)}"
     )
 
 
@@ -232,13 +272,13 @@ def _total(moment: Moment) -> int:
     return moment.total
 
 
-def written(config: RunConfig) -> str:
-    """The layout as YAML on one line, without what is at its default but the first size; '' if all of it is."""
-    sequence, recompute = "megatron.sequence_parallel_enable", "megatron.recompute"
-    names = (*SIZES, sequence, recompute, f"{recompute}_modules", *(f"critic.{name}" for name in SIZES), SHARE)
+def _written(config: RunConfig, chosen: Iterable[str]) -> str:
+    """The options that were chosen as YAML on one line, without those at their default but the first size."""
     default = RunConfig()
-    values = {name: value for name in names if (value := value_of(config, name)) != value_of(default, name)}
-    return ", ".join(f"{name}: {_flow(part)}" for name, part in nest({SIZES[0]: 1} | values).items()) if values else ""
+    values = {name: value for name in chosen if (value := value_of(config, name)) != value_of(default, name)}
+    return ", ".join(
+        f"{name}: {_flow(part)}" for name, part in nest({SIZES[0]: value_of(config, SIZES[0])} | values).items()
+    )
 
 
 def _flow(value: Any) -> str:
@@ -272,11 +312,11 @@ def _too_large(planner: Planner, laid_out: Candidate, device: Device) -> Iterato
 
 def _remedy(config: RunConfig, device: Device) -> str:
     """Sizes that fit, or more GPUs."""
-    free, factor = _free(config), 1
+    free, factor = _unset(config, (*SIZES, "megatron.sequence_parallel_enable", "megatron.virtual_pipeline_size")), 1
     while factor * config.world_size <= _MOST_GPUS:
         more = _on_more(free, factor) if factor > 1 else free
-        if (options := _fitting(_planner(more, device))) is not None:
-            sizes = written(with_options(more, options)) or "no size at all"
+        if (options := _search(_planner(more, device), _fits)) is not None:
+            sizes = _written(with_options(more, options), options)
             if factor == 1:
                 return f"use megatron.layout auto, or {sizes}, which fits"
             counts = f"actor.num_nodes {more.actor.num_nodes}, actor.num_gpus_per_node {more.actor.num_gpus_per_node}"
@@ -287,14 +327,6 @@ def _remedy(config: RunConfig, device: Device) -> str:
         "no layout fits, nor do more GPUs help: shorten data.max_len, add ds.enable_sleep and vllm.enable_sleep where "
         f"GPUs are shared, or lower {SHARE}"
     )
-
-
-def _free(config: RunConfig) -> RunConfig:
-    """The run with no size given, for the remedy."""
-    default = type(config.megatron)()
-    leaves = {name.split(".")[1] for name in SIZES} | {"sequence_parallel_enable", "virtual_pipeline_size", "layout"}
-    kept = {name: value for name, value in config.megatron if name in config.megatron.model_fields_set - leaves}
-    return config.model_copy(update={"megatron": default.model_copy(update=kept)})
 
 
 def _on_more(config: RunConfig, factor: int) -> RunConfig:

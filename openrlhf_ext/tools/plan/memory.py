@@ -564,8 +564,8 @@ def activation_bytes(config: RunConfig, work: Workload, model: TrainedModel, sta
 
 
 def _tokens(config: RunConfig, training: Training) -> int:
-    if training.budget is not None:
-        return training.budget
+    if training.budget is not None:  # a longer sequence is a micro-batch of its own
+        return max(training.budget, math.ceil(config.data.max_len / training.layout.context_parallel_size))
     return math.ceil(training.sequences * config.data.max_len / training.layout.context_parallel_size)
 
 
