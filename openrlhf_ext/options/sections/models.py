@@ -377,8 +377,8 @@ class DeepSpeed(Section):
     use_universal_ckpt: bool = no_meaning(False, "DeepSpeed's universal checkpoint", why=_NO_DEEPSPEED,
         instead="use ckpt.save_hf for a checkpoint that every layout can load")
     zero_stage: Int = no_meaning(2, "ZeRO stage", why=_NO_DEEPSPEED,
-        instead="use megatron.distributed_optimizer_enable to shard optimizer states, and "
-        "megatron.tensor_parallel_size / megatron.pipeline_parallel_size to shard parameters")
+        instead="megatron.distributed_optimizer_enable shards optimizer states, and megatron.layout auto cuts the "
+        "parameters where they do not fit whole; both are the default")
     deepcompile: bool = no_meaning(False, "DeepCompile", why=_NO_DEEPSPEED, instead="leave it out")
     param_dtype: Literal["bf16", "fp16"] = no_meaning("bf16", "data type of the parameters", why=_NO_DEEPSPEED,
         instead="use megatron.param_dtype (bf16 or fp32)")
