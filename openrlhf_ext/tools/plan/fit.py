@@ -187,12 +187,16 @@ def _search(planner: Planner, goal: Goal) -> dict[str, Any] | None:
 
 
 def _best(planner: Planner, goal: Goal) -> dict[str, Any] | None:
+    """The share of an engine that is alone stays as it is: with a better one only its seconds are predicted."""
     config, shared = planner.config, planner.config.train.colocate_all
     found = [*planner.layouts()]
     good = [candidate for candidate in found if goal(candidate, shared)]
-    if not good and shared and not is_set(config, SHARE):
+    if not is_set(config, SHARE) and (not good if shared else any(candidate.short for candidate in good)):
         good = [one for one in map(planner.with_best_share, found) if goal(one, shared)]
-    return dict(min(good, key=order).options) if good else None
+    if not good:
+        return None
+    best = min(good, key=order).options
+    return {name: value for name, value in best.items() if shared or name != SHARE}
 
 
 def _decisive(candidate: Candidate, shared: bool) -> Sequence[Moment]:
@@ -318,7 +322,7 @@ def _remedy(config: RunConfig, device: Device) -> str:
         if (options := _search(_planner(more, device), _fits)) is not None:
             sizes = _written(with_options(more, options), options)
             if factor == 1:
-                return f"use megatron.layout auto, or {sizes}, which fits"
+                return f"leave the sizes out, so that megatron.layout auto chooses them, or use {sizes}"
             counts = f"actor.num_nodes {more.actor.num_nodes}, actor.num_gpus_per_node {more.actor.num_gpus_per_node}"
             counts += f", vllm.num_engines {more.vllm.num_engines}" if config.train.colocate_all else ""
             return f"no layout of these GPUs fits; {counts} with {sizes} would do"

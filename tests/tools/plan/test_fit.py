@@ -103,12 +103,12 @@ def test_a_70b_script_without_sizes_gets_some_or_is_refused_with_the_gpus_that_w
 
 def test_what_a_run_sets_stays_and_only_the_rest_is_chosen():
     small = {"megatron__gpu_memory_gib": 40}
-    assert sizes(load("qwen2.5-7b", 8, **small)) == (1, 2, 1)
+    assert sizes(load("qwen2.5-7b", 8, **small)) == (1, 4, 1)
     kept = load("qwen2.5-7b", 8, megatron__layout="auto", megatron__tensor_parallel_size=2, **small)
     assert sizes(kept)[0] == 2 and kept.sources["megatron.tensor_parallel_size"] == "command line"
-    assert fullest(kept) <= 1 and kept.megatron.recompute != "none", "what it does not set is chosen"
+    assert fullest(kept) <= 1 and kept.layout.pipeline_parallel_size == 2, "what it does not set is chosen"
     said = refusal("qwen2.5-7b", 8, megatron__tensor_parallel_size=1, **small)
-    assert "a GPU (megatron.gpu_memory_gib) has 40.0; use megatron.layout auto, or megatron: {tensor_par" in said
+    assert "a GPU (megatron.gpu_memory_gib) has 40.0; leave the sizes out, so that megatron.layout auto" in said
     full = load("qwen2.5-7b", 8, actor__gradient_checkpointing_enable=True, **small)
     assert full.megatron.recompute == "full" and fullest(full) <= 1
     critic = {"algo__advantage__estimator": "gae", "critic__model_name_or_path": MODELS / "qwen3-8b"}
@@ -139,7 +139,7 @@ def test_a_run_on_cpu_is_laid_out_as_it_is_written(of_cpu, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = load("llama-3.1-70b", 2, **of_cpu)
     assert sizes(config) == (1, 1, 1) and not [line for line in config.warnings if "megatron.layout" in line]
-    assert sizes(load("qwen2.5-7b", 8, megatron__gpu_memory_gib=40, **of_cpu)) == (1, 2, 1), (
+    assert sizes(load("qwen2.5-7b", 8, megatron__gpu_memory_gib=40, **of_cpu)) == (1, 4, 1), (
         "memory that is given counts"
     )
 
@@ -148,7 +148,7 @@ def test_a_hub_model_is_laid_out_when_it_has_been_downloaded(monkeypatch):
     config = load("org/none", 8, actor__model_name_or_path="org/name", megatron__gpu_memory_gib=40, dry_run=False)
     assert any("chosen once the model's config.json is here" in warning for warning in config.warnings)
     monkeypatch.setattr(job, "_download", lambda option, name: str(MODELS / "qwen2.5-7b"))
-    assert sizes(job.with_local_model(config, fit.laid_out)) == (1, 2, 1)
+    assert sizes(job.with_local_model(config, fit.laid_out)) == (1, 4, 1)
     monkeypatch.setattr(job, "_download", lambda option, name: str(MODELS / "llama-3.1-70b"))
     with pytest.raises(ConfigError, match="must cut the models so that a rank fits on a GPU"):
         job.with_local_model(config, fit.laid_out)
@@ -164,6 +164,6 @@ def test_the_gpu_of_this_machine_is_asked_without_starting_cuda_here(monkeypatch
     fit._gpu_here.cache_clear()
     try:
         config = load("qwen2.5-7b", 8, vllm__tensor_parallel_size=2)
-        assert sizes(config) == (1, 2, 1) and "40.0 GiB of this machine's NVIDIA H200" in config.warnings[-1]
+        assert sizes(config) == (1, 4, 1) and "40.0 GiB of this machine's NVIDIA H200" in config.warnings[-1]
     finally:
         fit._gpu_here.cache_clear()
