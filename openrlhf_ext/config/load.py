@@ -367,7 +367,7 @@ def _build(
     if resolved := {name: value for name, value in _resolved_defaults(config) if not is_set(config, name)}:
         draft.values |= resolved
         config = _typed(draft)
-    if choice is not None and config.megatron.layout == "auto" and not draft.violations:
+    if choice is not None and rules and config.megatron.layout == "auto":
         config._sources = draft.origins
         made = choice(config)
         draft.origins |= {name: _chosen_origin(draft, name) for name in made if len(made) > 1 or name in draft.origins}

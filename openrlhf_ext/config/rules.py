@@ -324,10 +324,14 @@ def two_names(config: RunConfig) -> Iterator[Violation]:
             f"keep one of them")
 
 
-RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
+Rule = Callable[[RunConfig], Iterator[Violation]]
+LAYOUT_RULES: tuple[Rule, ...] = (
     policy_layout, samples_of_ranks, profiled_ranks, critic_layout, nodes, recomputation, precision.parameters,
-    colocation, transport, reference, guide, batches, groups, lengths, evaluations, streaming,
-    reserved_keys, adaptive_kl, two_names,
+    colocation, reference, guide,
+)  # fmt: skip
+"""Those that ask how models and engines are laid out."""
+RULES: tuple[Rule, ...] = (
+    *LAYOUT_RULES, transport, batches, groups, lengths, evaluations, streaming, reserved_keys, adaptive_kl, two_names,
 )  # fmt: skip
 
 

@@ -306,7 +306,9 @@ def _too_large(planner: Planner, laid_out: Candidate, device: Device) -> Iterato
         return
     layout = laid_out.policy.training.layout
     beside = " with the engine beside it" if shared else ""
-    yield Violation((*SIZES, "actor.num_nodes", "actor.num_gpus_per_node", "actor.model_name_or_path", _LAYOUT),
+    engine = (SHARE, "vllm.num_engines", "vllm.tensor_parallel_size", "ds.enable_sleep", "vllm.enable_sleep")
+    ranks = ("actor.num_nodes", "actor.num_gpus_per_node", "actor.model_name_or_path", _LAYOUT, "train.colocate_all")
+    yield Violation((*SIZES, *ranks, *(engine if shared else ())),
         f"{' * '.join(SIZES[:2])} must cut the models so that a rank fits on a GPU{beside}: got "
         f"{layout.tensor_parallel_size} * {layout.pipeline_parallel_size} on {layout.world_size} ranks, with which "
         f"{standing.doing} takes {standing.total / GIB:.1f} GiB before any activation ({_shown(standing)}), and "

@@ -17,7 +17,7 @@ from typing import Any
 from openrlhf_ext.config import RunConfig, Violation, value_of
 from openrlhf_ext.config.files import model_folder, unknown_model
 from openrlhf_ext.config.model_rules import divisible, shape_violations
-from openrlhf_ext.config.rules import RULES
+from openrlhf_ext.config.rules import LAYOUT_RULES
 from openrlhf_ext.inputs import nearest
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
@@ -348,7 +348,7 @@ class Planner:
                 yield {"vllm.num_engines": gpus // tp, "vllm.tensor_parallel_size": tp}
 
     def _broken(self, config: RunConfig) -> list[Violation]:
-        return [*self._models_broken(config), *(v for rule in RULES for v in rule(config))][:1]
+        return [*self._models_broken(config), *(v for rule in LAYOUT_RULES for v in rule(config))][:1]
 
     def _models_broken(self, config: RunConfig) -> Iterator[Violation]:
         yield from shape_violations(config, self.shape, _ACTOR)

@@ -93,6 +93,8 @@ def test_a_70b_script_without_sizes_gets_some_or_is_refused_with_the_gpus_that_w
     assert code == 2 and "must cut the models so that a rank fits on a GPU: got 1 * 1 on 8 ranks, with which" in error
     assert "training takes 496.8 GiB before any activation (gradients (fp32) 262.8, weights 131.4, optimizer" in error
     assert "would do; megatron.gpu_memory_gib says what the run's GPUs have" in error
+    code, _, error = dry_run(task, capsys, train__sead=1, train__batch_size=33)
+    assert code == 2 and error.startswith("4 problems"), "in one report with the others"
     code, out, error = dry_run(task, capsys, actor__num_nodes=4)
     assert code == 0, error
     (line,) = (line for line in out.splitlines() if "  - megatron.layout auto: " in line)
