@@ -131,6 +131,14 @@ def test_a_completion_is_flat_arrays_and_its_grade(reward_path: Path) -> None:
     assert got.extra_logs == {"length": 2.0, "reward_failed": 0.0}
 
 
+def test_without_a_grader_a_completion_waits_for_a_reward_model() -> None:
+    executor = pickle.loads(pickle.dumps(make_executor(Reward())))()
+    (got,) = respond(executor, FakeEngine(["4$"]), 1)
+    asyncio.run(executor.aclose())
+    assert (got.reward, got.score, got.extra_logs) == (None, None, {}) and got.actions == ((4, 6),)
+    assert executor.take_failures() == []
+
+
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>", "<end_of_turn>"])
 def test_the_end_of_a_completion_is_the_one_that_its_tokenizer_has(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The official reward wants the answer to end the text: with Llama's end it gave 1.5 instead of 20."""

@@ -134,6 +134,7 @@ class Planner:
         unplanned = {
             "guide.model_name_or_path": self.config.has_guide,
             "ref.num_gpus_per_node": self.config.reference_ranks,
+            "reward.model_name_or_path": self.config.has_reward_model,
         }
         for name, there in unplanned.items():
             if there:
@@ -345,8 +346,7 @@ class Planner:
 
     @cached_property
     def _value_shape(self) -> ModelShape:
-        path = self.config.critic.model_name_or_path or self.config.actor.model_name_or_path or ""
-        return read_value_shape(self._folder(path), self.config.ds.value_head_prefix)
+        return read_value_shape(self._folder(self.config.critic_model or ""), self.config.ds.value_head_prefix)
 
     def _engine_parts(self, engines: Engines) -> dict[str, int]:
         return {
