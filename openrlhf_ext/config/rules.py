@@ -373,9 +373,11 @@ def hub_names(config: RunConfig) -> Iterator[str]:
     if path is not None and model_folder(path) is None:
         yield (f"{_ACTOR} {path} is taken for a hub name: whether the layout fits the model is not checked before it "
             "is downloaded")
-    model, _ = local_shape(_ACTOR, path)
-    if model is not None and not is_hub_name(path or "") and not has_weights(path or ""):
-        yield f"{_ACTOR} {path} holds no *.safetensors file: the policy cannot load its weights"
+    reward = config.reward.model_name_or_path if config.has_reward_model else None
+    for option, folder, what in ((_ACTOR, path, "policy"), (_REWARD, reward, "reward model")):
+        model, _ = local_shape(option, folder)
+        if model is not None and not is_hub_name(folder or "") and not has_weights(folder or ""):
+            yield f"{option} {folder} holds no *.safetensors file: the {what} cannot load its weights"
     for option in ("data.prompt_dataset", "eval.dataset"):
         for ref in dataset_refs(value_of(config, option) or ""):
             if ref.path and is_hub_name(ref.path):
@@ -386,6 +388,9 @@ def memory_and_timing(config: RunConfig) -> Iterator[str]:
     if config.train.colocate_all and not (config.ds.enable_sleep and config.vllm.enable_sleep):
         yield ("train.colocate_all without both ds.enable_sleep and vllm.enable_sleep: policy and engines are in the "
             "memory of a GPU at the same time; vllm.gpu_memory_utilization must leave room for the policy")
+    if config.train.colocate_all and config.has_reward_model and not config.reward.offload:
+        yield ("train.colocate_all with a reward model and without reward.offload: its weights stay in the memory of "
+            "the GPUs while engines sample and policy trains; vllm.gpu_memory_utilization must leave room for them")
     if config.max_staleness > 0 and config.train.full_determinism_enable:
         yield ("train.full_determinism_enable with train.max_staleness above 0: which group is finished first, and "
             "which token meets new weights first, depends on timing, so two runs differ")

@@ -15,7 +15,7 @@ from tests.launch import launch
 from tests.megatron.critic_parity import CLIP, EPS, LR, STEPS
 from tests.megatron.reference import make_batch
 from tests.megatron.test_policy import relative
-from tests.models import make_tiny_model
+from tests.models import make_reward_model, make_tiny_model
 from tests.sequences import plain_rows
 
 LAYOUTS = [
@@ -47,14 +47,8 @@ def make_targets(batch) -> ValueTargets:
 
 
 def make_value_model(path, family: str, tied: bool):
-    """A sequence classifier of transformers, which is a decoder with a bias-free linear head called ``score``."""
     make_tiny_model(path / "lm", family, tied=tied)
-    model = AutoModelForSequenceClassification.from_pretrained(path / "lm", num_labels=1, dtype=torch.float32)
-    with torch.no_grad():
-        model.score.weight.copy_(torch.randn(model.score.weight.shape, generator=torch.Generator().manual_seed(9)))
-    model.config.mean, model.config.std = MEAN, STD
-    model.save_pretrained(path / "critic")
-    return model
+    return make_reward_model(path / "critic", path / "lm", mean=MEAN, std=STD)
 
 
 def plain_values(model, batch) -> torch.Tensor:
