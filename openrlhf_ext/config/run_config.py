@@ -168,6 +168,12 @@ class RunConfig(Section):
         return self.world_size + self.critic_ranks + self.reward_ranks + self.reference_ranks + self.guide_ranks
 
     @property
+    def training_gpus(self) -> int:
+        """What the training ranks take of a cluster: critic and reward model may share GPUs."""
+        shared = self.critic_ranks + self.reward_ranks if self.train.colocate_all else 0
+        return self.training_ranks - shared - (self.reward_ranks if self.critic_shares_with_reward else 0)
+
+    @property
     def engine_workers(self) -> int:
         guide_engines = self.guide.num_engines if self.has_guide else 0
         return (self.vllm.num_engines + guide_engines) * self.vllm.tensor_parallel_size

@@ -216,6 +216,9 @@ def test_a_reward_model_is_there_only_without_another_source_of_rewards(load, ru
     assert any("reward.model_name_or_path has no effect" in said and "remote_url" in said for said in beside.warnings)
     shared = load(*REWARD, *GAE, "--train.colocate_critic_reward")
     assert shared.critic_shares_with_reward and "on GPUs of the critic" in placement_table(shared)
+    assert (config.training_gpus, shared.training_gpus, shared.training_ranks) == (6, 4, 6)
+    everything = load(*REWARD, *GAE, "--train.colocate_all", "--vllm.num_engines", "2", "--reward.offload")
+    assert everything.training_gpus == 2 and not everything.critic_shares_with_reward
     (idle,) = load(*REWARD, "--reward.timeout_s", "7").warnings
     assert idle.startswith("reward.timeout_s has no effect: got 7, and reward.model_name_or_path grades")
 

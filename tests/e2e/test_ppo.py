@@ -1,5 +1,5 @@
-"""OpenRLHF's PPO with a critic and KL penalties to a reference train on an agent's rollouts, by the whole stack; and with
-a reward model in the place of the agent."""
+"""OpenRLHF's PPO with a critic and KL penalties to a reference train on an agent's rollouts, by the whole stack; and
+with a reward model in the place of the agent."""
 
 from __future__ import annotations
 

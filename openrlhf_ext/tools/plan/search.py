@@ -498,7 +498,7 @@ def _model_lines(config: RunConfig) -> Iterator[str]:
 def _places(config: RunConfig) -> Iterator[str]:
     workers, ranks = config.engine_workers, config.training_ranks
     shared = config.train.colocate_all
-    yield (f"GPUs: {config.world_size if shared else ranks + workers}: {ranks} ranks that train or score, "
+    yield (f"GPUs: {config.training_gpus + (0 if shared else workers)}: {ranks} ranks that train or score, "
         f"{config.vllm.num_engines} engines of {config.vllm.tensor_parallel_size} on "
         f"{'the same' if shared else 'others'}")  # fmt: skip
 
