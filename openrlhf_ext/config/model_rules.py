@@ -98,6 +98,8 @@ def scaled_models(config: RunConfig) -> Iterator[tuple[str, str]]:
     named = {_REWARD: config.reward.model_name_or_path} if config.has_reward_model else {}
     if config.has_critic and config.critic.model_name_or_path is not None:
         named[_CRITIC] = config.critic.model_name_or_path
+    elif config.has_critic and not named:
+        named[_ACTOR] = config.critic_model
     for option, name in named.items() if config.reward.normalize_enable else ():
         if name is not None and (folder := model_folder(name)) is not None and not local_shape(option, folder)[1]:
             yield option, folder

@@ -440,7 +440,7 @@ def unused_reward_model(config: RunConfig) -> Iterator[str]:
         except InputError:
             continue  # a violation
         if scale is None:
-            yield f"reward.normalize_enable does not change what {option} says: its config.json has no mean and std"
+            yield f"reward.normalize_enable changes nothing for {option}, whose config.json has no mean and std"
 
 
 def unused_graders(config: RunConfig) -> Iterator[str]:

@@ -269,10 +269,12 @@ def test_a_reward_model_gets_the_policys_tokens(load, problems, run_dir):
 def test_what_normalizing_changes(load, run_dir):
     write_model(run_dir / "rm")
     (said,) = load(*REWARD, "--reward.normalize_enable").warnings
-    assert "does not change what reward.model_name_or_path says: its config.json has no mean and std" in said
+    assert said.endswith("changes nothing for reward.model_name_or_path, whose config.json has no mean and std")
     write_model(run_dir / "rm", mean=0.5, std=2)
     assert load(*REWARD, "--reward.normalize_enable").warnings == ()
     write_model(run_dir / "own")
     own = ("--critic.model_name_or_path", "own", "--reward.normalize_enable")
     (critic,) = load(*REWARD, *GAE, *own).warnings
-    assert "what critic.model_name_or_path says" in critic
+    assert "changes nothing for critic.model_name_or_path" in critic
+    (policy,) = load(*GAE, "--reward.normalize_enable").warnings
+    assert "changes nothing for actor.model_name_or_path" in policy
