@@ -32,7 +32,10 @@ MODEL = {
     "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 32768,
 }  # fmt: skip
 # what stands for the reader's own files
-YOURS = {"/path/to/qwen2.5-7b": "model", "/models/Qwen2.5-7B-Instruct": "model", "my_reward.py": "reward.py"}
+YOURS = {
+    "/path/to/qwen2.5-7b": "model", "/models/Qwen2.5-7B-Instruct": "model", "/models/my-reward-model": "model",
+    "my_reward.py": "reward.py",
+}  # fmt: skip
 
 
 def _place(value: str | None) -> str:

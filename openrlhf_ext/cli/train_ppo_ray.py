@@ -120,16 +120,20 @@ def dry_run_json(config: RunConfig) -> int:
 
 
 def layout_proofs(config: RunConfig) -> Iterator[str]:
-    """Policy and critic, every distinct rank built on the meta device from config.json alone."""
+    """Policy, critic and reward model, every distinct rank built on the meta device from config.json alone."""
     from openrlhf_ext.megatron.built import DTYPES
     from openrlhf_ext.megatron.settings import layer_converters
     from openrlhf_ext.tools.plan.layout_proof import format_proof, prove_layout
 
     dtype, distributed = DTYPES[config.megatron.param_dtype], config.megatron.distributed_optimizer_enable
     policy, layers = config.actor.model_name_or_path or "", layer_converters(config)
-    critic, head = config.critic.model_name_or_path or policy, config.ds.value_head_prefix
-    models = [("policy", policy, config.layout, None, layers), ("critic", critic, config.critic_layout, head, ())]
-    for what, name, layout, value_head, layers in models if config.has_critic else models[:1]:
+    critic, reward, head = config.critic_model or policy, config.reward.model_name_or_path, config.ds.value_head_prefix
+    models: list[tuple[str, str, Any, str | None, Any]] = [("policy", policy, config.layout, None, layers)]
+    if config.has_critic:
+        models.append(("critic", critic, config.critic_layout, head, ()))
+    if config.has_reward_model and reward is not None:
+        models.append(("reward model", reward, config.layout_on(config.reward_ranks), head, ()))
+    for what, name, layout, value_head, layers in models:
         if (folder := model_folder(name)) is None:
             yield redact(f"{what}: {name} is not on this machine, so no rank of it was built\n")
         else:

@@ -420,8 +420,7 @@ def with_local_model(config: RunConfig, lay_out: LayOut | None = None) -> RunCon
     """The configuration with folders as its models: a hub name is downloaded first, since every rank reads files.
     Raises ConfigError: a model cannot be downloaded, or does not fit the options."""
     given = config
-    needed = {"actor": True, "critic": config.has_critic, "guide": config.has_guide}
-    for section in (section for section, is_needed in needed.items() if is_needed):
+    for section in (option.partition(".")[0] for option in config.model_options):
         options = getattr(config, section)
         name = options.model_name_or_path
         if name is not None and not Path(name).is_dir():

@@ -236,7 +236,7 @@ class Critic(Section):
     max_norm: Float = option(1.0, "global gradient norm of the critic is clipped to this; 0 = no clipping", ge=0)
     model_name_or_path: str | None = option(None,
         "folder or hub name of the critic's checkpoint, with a value head (ds.value_head_prefix) or without; null = "
-        "actor.model_name_or_path", path="input")
+        "the reward model's, or actor.model_name_or_path where there is none", path="input")
 
 
 class Ref(Section):
@@ -372,7 +372,7 @@ class Lora(Section):
 class DeepSpeed(Section):
     """Options of OpenRLHF's DeepSpeed backend."""
 
-    needs = {"algo.advantage.estimator=gae": ("value_head_prefix",)}
+    needs = {"algo.advantage.estimator=gae | reward.model_name_or_path": ("value_head_prefix",)}
 
     use_universal_ckpt: bool = no_meaning(False, "DeepSpeed's universal checkpoint", why=_NO_DEEPSPEED,
         instead="use ckpt.save_hf for a checkpoint that every layout can load")
@@ -413,4 +413,5 @@ class DeepSpeed(Section):
     ring_attn_head_stride: Int = no_meaning(1, "heads per step of ring attention", why=_NO_DEEPSPEED,
         instead="use megatron.context_parallel_size")
     value_head_prefix: str = option("score",
-        "name of the critic's value head in checkpoints; value_head_prefix of its config.json comes first")
+        "name of the value head in checkpoints of critic and reward model; value_head_prefix of their config.json "
+        "comes first")

@@ -46,7 +46,7 @@ _LAYOUT, _MEMORY = "megatron.layout", "megatron.gpu_memory_gib"
 _ASSUMED = "H100"
 _ASK_S = 60.0
 _MOST_GPUS, _NODE = 1024, 8
-_COUNTS = ("actor", "critic", "ref")
+_COUNTS = ("actor", "critic", "reward", "ref")
 _PARTS_SHOWN = 5
 
 
@@ -398,7 +398,7 @@ def _model_lines(config: RunConfig) -> Iterator[str]:
 def _places(config: RunConfig) -> Iterator[str]:
     workers, ranks = config.engine_workers, config.training_ranks
     shared = config.train.colocate_all
-    yield (f"GPUs: {config.world_size if shared else ranks + workers}: {ranks} ranks that train or score, "
+    yield (f"GPUs: {config.training_gpus + (0 if shared else workers)}: {ranks} ranks that train or score, "
         f"{config.vllm.num_engines} engines of {config.vllm.tensor_parallel_size} on "
         f"{'the same' if shared else 'others'}")  # fmt: skip
 

@@ -524,7 +524,9 @@ def moments(
         found = [Moment("sampling", sampling)]
         found.append(Moment("training", {**states, **working, **buffers, _CONTEXTS: RESERVE_BYTES}))
         if critic is not None:
-            found.append(Moment("training the critic", {**critic_states, **critic_working, _CONTEXTS: RESERVE_BYTES}))
+            with_reward = beside if config.critic_shares_with_reward and not config.reward.offload else {}
+            parts = {**critic_states, **critic_working, **with_reward, _CONTEXTS: RESERVE_BYTES}
+            found.append(Moment("training the critic", parts))
         found += [
             Moment(f"scoring by the {name}", {"weights": size, _CONTEXTS: RESERVE_BYTES // 2})
             for name, size in (frozen or {}).items()

@@ -241,7 +241,7 @@ class Planner:
     @property
     def configured_gpus(self) -> int:
         config = self.config
-        return config.world_size if config.train.colocate_all else config.training_ranks + config.engine_workers
+        return config.world_size if config.train.colocate_all else config.training_gpus + config.engine_workers
 
     def distinct(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         best: dict[ParallelLayout, Candidate] = {}
@@ -291,8 +291,8 @@ class Planner:
         if self.config.train.colocate_all:
             yield gpus, gpus
             return
-        left, per_node = gpus, self.config.actor.num_gpus_per_node
-        left -= self.config.critic_ranks + self.config.reference_ranks
+        left = gpus - (self.config.training_gpus - self.config.world_size)
+        per_node = self.config.actor.num_gpus_per_node
         parts = [left * quarters // 4 for quarters in (1, 2, 3)]
         if left > per_node:
             parts += [max(1, round(part * left / per_node)) * per_node for part in (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)]
@@ -354,6 +354,8 @@ class Planner:
         yield from shape_violations(config, self.shape, _ACTOR)
         if config.has_critic:
             yield from divisible(_CRITIC, self._value_shape, "critic.megatron", config.critic_megatron)
+        if config.has_reward_model:
+            yield from divisible("reward.model_name_or_path", self._reward_shape, "megatron", config.megatron)
 
     # ---- one layout -----------------------------------------------------------------------------------------------
 
@@ -362,6 +364,8 @@ class Planner:
         frozen = {}
         if config.reference_ranks:
             frozen["reference"] = frozen_weights(config, self.shape, config.reference_ranks)
+        if config.has_reward_model and not (config.reward.offload and config.train.colocate_all):
+            frozen["reward model"] = frozen_weights(config, self._reward_shape, config.reward_ranks)
         if config.guide_ranks:
             frozen["guide"] = frozen_weights(config, self._guide_shape, config.guide_ranks)
         return trained(config, self.work, policy_in(config, self.shape), critic, frozen)
@@ -389,13 +393,18 @@ class Planner:
         )  # fmt: skip
 
     @cached_property
+    def _reward_shape(self) -> ModelShape:
+        return read_value_shape(
+            self._folder(self.config.reward.model_name_or_path or ""), self.config.ds.value_head_prefix
+        )
+
+    @cached_property
     def _guide_shape(self) -> ModelShape:
         return read_model_shape(self._folder(self.config.guide.model_name_or_path or ""))
 
     @cached_property
     def _value_shape(self) -> ModelShape:
-        path = self.config.critic.model_name_or_path or self.config.actor.model_name_or_path or ""
-        return read_value_shape(self._folder(path), self.config.ds.value_head_prefix)
+        return read_value_shape(self._folder(self.config.critic_model or ""), self.config.ds.value_head_prefix)
 
     def _engine_parts(self, engines: Engines) -> dict[str, int]:
         return {
