@@ -320,14 +320,14 @@ def _remedy(config: RunConfig, device: Device) -> str:
     """Sizes that fit, or more GPUs."""
     free, factor = _unset(config, (*SIZES, "megatron.sequence_parallel_enable", "megatron.virtual_pipeline_size")), 1
     while factor * config.world_size <= _MOST_GPUS:
-        more = _on_more(free, factor) if factor > 1 else free
+        counts = _on_more(free, factor) if factor > 1 else {}
+        more = with_options(free, counts)
         if (options := _search(_planner(more, device), _fits)) is not None:
             sizes = _written(with_options(more, options), options)
             if factor == 1:
                 return f"leave the sizes out, so that megatron.layout auto chooses them, or use {sizes}"
-            counts = f"actor.num_nodes {more.actor.num_nodes}, actor.num_gpus_per_node {more.actor.num_gpus_per_node}"
-            counts += f", vllm.num_engines {more.vllm.num_engines}" if config.train.colocate_all else ""
-            return f"no layout of these GPUs fits; {counts} with {sizes} would do"
+            said = ", ".join(f"{name} {count}" for name, count in counts.items())
+            return f"no layout of these GPUs fits; {said} with {sizes} would do"
         factor *= 2
     return (
         "no layout fits, nor do more GPUs help: shorten data.max_len, add ds.enable_sleep and vllm.enable_sleep where "
@@ -335,9 +335,9 @@ def _remedy(config: RunConfig, device: Device) -> str:
     )
 
 
-def _on_more(config: RunConfig, factor: int) -> RunConfig:
-    """The run with so many times its GPUs, engines of a shared GPU included: whole nodes first."""
-    options: dict[str, Any] = {}
+def _on_more(config: RunConfig, factor: int) -> dict[str, int]:
+    """Counts for so many times the GPUs, engines of a shared GPU included: whole nodes first."""
+    options: dict[str, int] = {}
     for section in _COUNTS:
         counts = getattr(config, section)
         if section != "actor" and not counts.model_fields_set & {"num_nodes", "num_gpus_per_node"}:
@@ -348,7 +348,7 @@ def _on_more(config: RunConfig, factor: int) -> RunConfig:
             options |= {f"{section}.num_nodes": ranks // per_node, f"{section}.num_gpus_per_node": per_node}
     if config.train.colocate_all:
         options["vllm.num_engines"] = config.vllm.num_engines * factor
-    return with_options(config, options)
+    return options
 
 
 # ---- whether a run would start, and the memory of its fullest GPUs beside that of a GPU -----------------------------
