@@ -136,6 +136,17 @@ def test_ranks_of_a_reference_and_weights_of_an_engine_are_summed_too():
     assert "vllm.tensor_parallel_size must be at least 2: an engine's weights take 131.4 GiB of a GPU" in said
 
 
+def test_a_reward_model_stays_on_the_gpus_that_it_shares():
+    graded = {"reward__model_name_or_path": MODELS / "qwen2.5-7b", "reward__num_gpus_per_node": 8}
+    beside = SHARED | graded | {"vllm__num_engines": 2, "vllm__tensor_parallel_size": 4}
+    resident, offloaded = (load("qwen2.5-7b", 8, **beside, reward__offload=offload) for offload in (False, True))
+    assert sizes(offloaded) == (1, 1, 1) and resident.layout.model_parallel_size > 1
+    training = Planner(resident).as_configured().moments[1].parts
+    assert training["weights of the reward model"] > 0 and fullest(resident) <= 1
+    apart = Planner(load("qwen2.5-7b", 8, **graded)).as_configured()
+    assert apart.moments[-1].doing == "scoring by the reward model"
+
+
 @pytest.mark.parametrize("of_cpu", [{"dry_run": False}, {"vllm__sync_backend": "gloo"}])
 def test_a_run_on_cpu_is_laid_out_as_it_is_written(of_cpu, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
