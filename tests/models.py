@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import (
+    AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -96,6 +98,19 @@ def make_tiny_policy(
     )  # fmt: skip
     model_class(config).float().save_pretrained(path)
     fast.save_pretrained(path)
+
+
+def make_reward_model(path: Path, language_model: Path, **config: float) -> PreTrainedModel:
+    """A sequence classifier of transformers, a decoder with a bias-free linear head called ``score``, of the language
+    model's decoder, with its tokenizer and these entries in its config.json."""
+    model = AutoModelForSequenceClassification.from_pretrained(language_model, num_labels=1, dtype=torch.float32)
+    with torch.no_grad():
+        model.score.weight.copy_(torch.randn(model.score.weight.shape, generator=torch.Generator().manual_seed(9)))
+    model.config.update(config)
+    model.save_pretrained(path)
+    for file in language_model.glob("tokenizer*.json"):
+        shutil.copy(file, path)
+    return model
 
 
 def rows_of(tensors: Mapping[str, Tensor]) -> Iterator[HFRows]:

@@ -401,7 +401,7 @@ def _check_gpus(report: ClusterReport, config: RunConfig | None) -> None:
     if config is None:
         return
     own_gpus = config.engine_workers if any(kinds.values()) and not config.engines_share_gpus else 0
-    needed, there = config.training_ranks + own_gpus, sum(counted.values())
+    needed, there = config.training_gpus + own_gpus, sum(counted.values())
     if needed > there:
         text = f"the run needs {needed} GPUs, Ray counts {there:g}"
         report.error("cluster", text, "add nodes, or use fewer ranks (actor.num_nodes) or engines (vllm.num_engines)")

@@ -204,7 +204,7 @@ def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> st
         lines.append(f"what binds: {binding(nearest)}; the nearest layout ({_degrees(nearest)}) needs:")
         lines += [f"  {moment.total / _GIB:8.2f}  GiB while {moment.doing}", *_parts(moment.parts)]
     else:
-        shared = planner.config.train.colocate_all
+        shared = planner.config.engines_share_gpus
         lines.append(
             "no layout of so many GPUs keeps the rules of the configuration: use whole nodes, or another number"
             if shared or gpus > 1 else "policy and engines need a GPU each unless they share them (train.colocate_all)"

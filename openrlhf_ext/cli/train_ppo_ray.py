@@ -9,9 +9,10 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from openrlhf_ext.config import ConfigError, RunConfig, format_config, load_config, placement_table
+from openrlhf_ext.config import ConfigError, Findings, RunConfig, format_config, load_config, placement_table
 from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.driver import guard, preflight
 from openrlhf_ext.inputs import InputError
@@ -42,7 +43,7 @@ def _reporting_faults(do: Callable[[], int]) -> int:
 
 def start(argv: list[str]) -> int:
     """The same; raises ConfigError where the configuration is wrong."""
-    config = load_config(argv, more_rules=preflight.findings)
+    config = load_config(argv, more_rules=findings, choice=choice)
     if not config.logger.verbose:
         warnings.simplefilter("ignore")  # those of the libraries; ours are log records
     if config.dry_run:  # shows the warnings itself
@@ -55,10 +56,26 @@ def start(argv: list[str]) -> int:
     return guard.run(config, train)
 
 
+def findings(config: RunConfig) -> Findings:
+    """What the driver and the planner know beyond the configuration's own rules."""
+    from openrlhf_ext.tools.plan import fit
+
+    found = (preflight.findings(config), fit.findings(config))
+    return Findings(tuple(v for one in found for v in one.violations), tuple(w for one in found for w in one.warnings))
+
+
+def choice(config: RunConfig) -> Mapping[str, Any]:
+    """What ``megatron.layout auto`` comes to."""
+    from openrlhf_ext.tools.plan import fit
+
+    return fit.choice(config)
+
+
 def train(config: RunConfig, watched: guard.Guard, restart: int) -> int:
     from openrlhf_ext.driver.job import run
+    from openrlhf_ext.tools.plan.fit import laid_out
 
-    return _reporting_faults(lambda: run(config, watched, restart))
+    return _reporting_faults(lambda: run(config, watched, restart, laid_out))
 
 
 def dry_run(config: RunConfig, trials: Sequence[preflight.Tried] = ()) -> int:
@@ -72,8 +89,8 @@ def dry_run(config: RunConfig, trials: Sequence[preflight.Tried] = ()) -> int:
 
     apply()
     with without_collection():
+        from openrlhf_ext.tools.plan.fit import verdict
         from openrlhf_ext.tools.plan.layout_proof import LayoutProofError
-        from openrlhf_ext.tools.plan.search import verdict
 
     try:
         proofs = [*layout_proofs(config)]
@@ -103,16 +120,20 @@ def dry_run_json(config: RunConfig) -> int:
 
 
 def layout_proofs(config: RunConfig) -> Iterator[str]:
-    """Policy and critic, every distinct rank built on the meta device from config.json alone."""
+    """Policy, critic and reward model, every distinct rank built on the meta device from config.json alone."""
     from openrlhf_ext.megatron.built import DTYPES
     from openrlhf_ext.megatron.settings import layer_converters
     from openrlhf_ext.tools.plan.layout_proof import format_proof, prove_layout
 
     dtype, distributed = DTYPES[config.megatron.param_dtype], config.megatron.distributed_optimizer_enable
     policy, layers = config.actor.model_name_or_path or "", layer_converters(config)
-    critic, head = config.critic.model_name_or_path or policy, config.ds.value_head_prefix
-    models = [("policy", policy, config.layout, None, layers), ("critic", critic, config.critic_layout, head, ())]
-    for what, name, layout, value_head, layers in models if config.has_critic else models[:1]:
+    critic, reward, head = config.critic_model or policy, config.reward.model_name_or_path, config.ds.value_head_prefix
+    models: list[tuple[str, str, Any, str | None, Any]] = [("policy", policy, config.layout, None, layers)]
+    if config.has_critic:
+        models.append(("critic", critic, config.critic_layout, head, ()))
+    if config.has_reward_model and reward is not None:
+        models.append(("reward model", reward, config.layout_on(config.reward_ranks), head, ()))
+    for what, name, layout, value_head, layers in models:
         if (folder := model_folder(name)) is None:
             yield redact(f"{what}: {name} is not on this machine, so no rank of it was built\n")
         else:

@@ -65,10 +65,10 @@ def not_given(config: RunConfig) -> Iterator[Violation]:
     if config.data.prompt_dataset is None:
         yield Violation(("data.prompt_dataset",),
             "data.prompt_dataset is required: a .jsonl file of prompts, a folder or a hub name")
-    if config.reward.remote_url is None and config.train.agent_func_path is None:
-        yield Violation(("reward.remote_url", "train.agent_func_path"),
-            "a source of rewards is required: set reward.remote_url (a .py file with reward_func, or http URLs) or "
-            "train.agent_func_path")
+    if not (config.has_reward_model or config.reward.remote_url or config.train.agent_func_path):
+        yield Violation(("reward.remote_url", "train.agent_func_path", "reward.model_name_or_path"),
+            "a source of rewards is required: set reward.remote_url (a .py file with reward_func, or http URLs), "
+            "train.agent_func_path or reward.model_name_or_path")
 
 
 def _hidden_violations(config: RunConfig) -> Iterator[Violation]:
@@ -342,7 +342,7 @@ def _parameters(config: RunConfig) -> tuple[int, int] | None:
     policy = config.actor.model_name_or_path
     if (count := parameter_count(policy)) is None:
         return None
-    return count, (parameter_count(config.critic.model_name_or_path or policy) or count) if config.has_critic else 0
+    return count, (parameter_count(config.critic_model) or count) if config.has_critic else 0
 
 
 def final_bytes(config: RunConfig) -> int | None:

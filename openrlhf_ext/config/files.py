@@ -196,6 +196,22 @@ def tokenizer_difference(one: str, other: str) -> str | None:
         return f"they differ, and one cannot be read: {error}"
 
 
+def unknown_tokens(folder: str, policy_folder: str) -> str | None:
+    """Which tokens of the policy a model reads as something else, None if none or where it is not known; tokens that
+    only the model has do not matter."""
+    paths = [Path(one) / "tokenizer.json" for one in (policy_folder, folder)]
+    if not all(path.is_file() for path in paths):
+        return tokenizer_difference(folder, policy_folder)
+    try:
+        policy, model = (_token_of_id(_tokenizer_json(path)) for path in paths)
+    except InputError as error:
+        return f"one cannot be read: {error}"
+    if not (differing := sorted(id_ for id_, token in policy.items() if model.get(id_) != token)):
+        return None
+    first = differing[0]
+    return f"{len(differing)} token ids mean different tokens, id {first} is {policy[first]!r} and {model.get(first)!r}"
+
+
 def _tokenizer_json(path: Path) -> dict[str, Any]:
     tokenizer = read_json(path, {"model": MAP}, {"added_tokens": or_null(list_of(_ADDED_TOKEN))})
     check(tokenizer["model"], f"{path}, model", {"vocab": _VOCABULARY}, {"merges": or_null(list_of(_MERGE))})

@@ -25,7 +25,7 @@ from openrlhf_ext.config.run_config import (
     option_table,
 )
 from openrlhf_ext.config.show import format_help
-from openrlhf_ext.config.upstream import EARLIER_DEFAULTS, STANDS_FOR, is_earlier, of_earlier, read_earlier
+from openrlhf_ext.config.upstream import EARLIER_DEFAULTS, STANDS_FOR, is_earlier, of_earlier, origin_of, read_earlier
 from openrlhf_ext.inputs import InputError, read_text, shown
 from openrlhf_ext.options import (
     ConfigError,
@@ -282,11 +282,16 @@ def unknown_option(setting: Setting) -> Violation:
 # ---- the configuration ----------------------------------------------------------------------------------------------
 
 Rules = Callable[[RunConfig], Findings]
+Choice = Callable[[RunConfig], Mapping[str, Any]]
+"""Makes the options that a configuration leaves to it, before any rule is asked."""
+CHOSEN = "chosen: megatron.layout auto"
+"""Where such an option got its value (``RunConfig.sources``)."""
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 
 
 def load_config(
     argv: Sequence[str], *, more_rules: Rules | None = None, files: bool = True,
-    defaults: Mapping[str, Any] | None = None, chosen: Iterable[str] = (),
+    defaults: Mapping[str, Any] | None = None, chosen: Iterable[str] = (), choice: Choice | None = None,
 ) -> RunConfig:  # fmt: skip
     """Builds the configuration of a run from command-line words.
 
@@ -301,6 +306,7 @@ def load_config(
             may break other rules.
         files: whether data, reward and outputs are needed and looked at; a plan needs none of them.
         chosen: options that the caller gives other values, so that no rule about them is asked.
+        choice: what ``megatron.layout auto`` comes to; without it the sizes stay as they are.
 
     Raises:
         ConfigError: lists every violation: unknown names, wrong types, unsupported options, broken rules, absent files.
@@ -319,7 +325,7 @@ def load_config(
         violations += broken
         readable &= all(violation.options for violation in broken)
     rules = [check_config if files else check_settings, *([more_rules] if more_rules is not None else [])]
-    return _build([*settings, *line.settings], violations, rules if readable else [], chosen)
+    return _build([*settings, *line.settings], violations, rules if readable else [], chosen, choice)
 
 
 def build_config(values: Mapping[str, Any], *, origin: str = "code", files: bool = True) -> RunConfig:
@@ -348,8 +354,9 @@ class _Draft:
 
 
 def _build(
-    settings: Sequence[Setting], violations: list[Violation], rules: Sequence[Rules], chosen: Iterable[str] = ()
-) -> RunConfig:
+    settings: Sequence[Setting], violations: list[Violation], rules: Sequence[Rules], chosen: Iterable[str] = (),
+    choice: Choice | None = None,
+) -> RunConfig:  # fmt: skip
     """There are no ``rules`` when a file could not be read: they would be about defaults that nobody meant."""
     draft = _Draft(violations)
     _collect(draft, _todays(draft, settings))
@@ -359,6 +366,12 @@ def _build(
     config = _typed(draft)
     if resolved := {name: value for name, value in _resolved_defaults(config) if not is_set(config, name)}:
         draft.values |= resolved
+        config = _typed(draft)
+    if choice is not None and rules and config.megatron.layout == "auto":
+        config._sources = draft.origins
+        made = choice(config)
+        draft.origins |= {name: _chosen_origin(draft, name) for name in made if len(made) > 1 or name in draft.origins}
+        draft.values |= made
         config = _typed(draft)
     for violation, is_fault in _unsupported(config, draft.origins):
         if is_fault:
@@ -423,6 +436,8 @@ def _overlap(one: str, other: str) -> bool:
 
 def _stand_in(draft: _Draft) -> None:
     """Sizes and types that OpenRLHF gives DeepSpeed are Megatron's, unless those are given."""
+    if any(f"megatron.{size}" in draft.values for size in _SIZES):
+        draft.values.setdefault("megatron.layout", "given")
     for name, ours in STANDS_FOR.items():
         value = draft.values.pop(name, None)
         if value is None:
@@ -431,7 +446,7 @@ def _stand_in(draft: _Draft) -> None:
             if str(value) != str(draft.values[ours]):
                 draft.lines.append(no_effect(name, value, f"{ours} is given as {value_text(draft.values[ours])}"))
             continue
-        draft.values[ours], draft.origins[ours] = value, f"{draft.origins[name]}, as {name}"
+        draft.values[ours], draft.origins[ours] = value, origin_of(draft.origins[name], name)
         if str(value) != str(option_table()[name].default):
             draft.lines.append(f"{name} {value_text(value)} is read as {ours} {value_text(value)}")
     _share_gpus(draft)
@@ -461,6 +476,12 @@ def _share_gpus(draft: _Draft) -> None:
 
 def _says(draft: _Draft, flag: str) -> bool:
     return str(draft.values.get(flag)).lower() == "true"
+
+
+def _chosen_origin(draft: _Draft, name: str) -> str:
+    if name not in draft.origins:
+        return CHOSEN
+    return f"{CHOSEN}, instead of {value_text(draft.values[name])} ({draft.origins[name]})"
 
 
 def _resolve_paths(draft: _Draft) -> None:

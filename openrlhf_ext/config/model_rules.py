@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from openrlhf_ext.config import precision
 from openrlhf_ext.config.file_rules import tokenizer_violations
-from openrlhf_ext.config.files import has_weights, model_folder, tokenizer_difference
+from openrlhf_ext.config.files import has_weights, model_folder, tokenizer_difference, unknown_tokens
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.inputs import InputError
-from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
+from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_scale
 from openrlhf_ext.options import Violation
 from openrlhf_ext.options.sections import Megatron
 
@@ -17,6 +17,7 @@ from openrlhf_ext.options.sections import Megatron
 # fmt: off
 
 _ACTOR, _CRITIC, _GUIDE = "actor.model_name_or_path", "critic.model_name_or_path", "guide.model_name_or_path"
+_REWARD = "reward.model_name_or_path"
 
 
 def model_violations(config: RunConfig) -> Iterator[Violation]:
@@ -30,6 +31,9 @@ def model_violations(config: RunConfig) -> Iterator[Violation]:
             yield from tokenizer_violations(_ACTOR, folder, chat=config.data.apply_chat_template)
     if config.has_critic:
         yield from _critic_rules(config, policy)
+    if config.has_reward_model:
+        yield from _reward_rules(config, policy)
+    yield from _scale_rules(config)
     if config.has_guide:
         yield from _guide_rules(config, policy)
 
@@ -57,17 +61,56 @@ def shape_violations(config: RunConfig, model: ModelShape, option: str) -> Itera
 
 
 def _critic_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Violation]:
-    path = config.critic.model_name_or_path
-    model, problems = (policy, []) if path is None else local_shape(_CRITIC, path)
+    own = config.critic.model_name_or_path is not None
+    option = _CRITIC if own or not config.has_reward_model else _REWARD
+    model, problems = local_shape(option, config.critic_model)
+    yield from problems if own else []  # other rules are about policy and reward model
+    if model is not None:
+        yield from divisible(option, model, "critic.megatron", config.critic_megatron)
+        yield from _reads_policy(_CRITIC, model, policy, config) if own else []
+
+
+def _reward_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Violation]:
+    folder, policy_folder = config.reward.model_name_or_path or "", config.actor.model_name_or_path or ""
+    model, problems = local_shape(_REWARD, folder)
     yield from problems
     if model is None:
         return
-    yield from divisible(_CRITIC, model, "critic.megatron", config.critic_megatron)
-    yield from _positions(_CRITIC, model, config.data.max_len)
+    yield from divisible(_REWARD, model, "megatron", config.megatron)
+    yield from _reads_policy(_REWARD, model, policy, config)
+    if policy is not None and (difference := unknown_tokens(folder, policy_folder)) is not None:
+        yield Violation((_REWARD, _ACTOR),
+            f"{_REWARD} must have the tokens of {_ACTOR}, which it gets as they were sampled: {difference}; use a "
+            "reward model of the policy's family, or serve this one and give its address as reward.remote_url")
+
+
+def _reads_policy(option: str, model: ModelShape, policy: ModelShape | None, config: RunConfig) -> Iterator[Violation]:
+    """What holds for a model that gets the policy's sequences."""
+    yield from _positions(option, model, config.data.max_len)
     if policy is not None and model.vocab_size < policy.vocab_size:
-        yield Violation((_CRITIC,),
-            f"{_CRITIC} must know the tokens of the policy: its vocabulary has {model.vocab_size}, the policy's "
-            f"{policy.vocab_size}; use a critic of the same family")
+        yield Violation((option,),
+            f"{option} must know the tokens of the policy: its vocabulary has {model.vocab_size}, the policy's "
+            f"{policy.vocab_size}; use a model of the same family")
+
+
+def scaled_models(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Options and folders of the models that ``reward.normalize_enable`` is about, where they are here."""
+    named = {_REWARD: config.reward.model_name_or_path} if config.has_reward_model else {}
+    if config.has_critic and config.critic.model_name_or_path is not None:
+        named[_CRITIC] = config.critic.model_name_or_path
+    elif config.has_critic and not named:
+        named[_ACTOR] = config.critic_model
+    for option, name in named.items() if config.reward.normalize_enable else ():
+        if name is not None and (folder := model_folder(name)) is not None and not local_shape(option, folder)[1]:
+            yield option, folder
+
+
+def _scale_rules(config: RunConfig) -> Iterator[Violation]:
+    for option, folder in scaled_models(config):
+        try:
+            read_value_scale(folder)
+        except InputError as error:
+            yield Violation((option, "reward.normalize_enable"), f"{option}, with reward.normalize_enable: {error}")
 
 
 def _guide_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Violation]:

@@ -15,9 +15,11 @@ from openrlhf_ext.config import precision
 from openrlhf_ext.config.estimator import flag_options
 from openrlhf_ext.config.file_rules import file_violations
 from openrlhf_ext.config.files import dataset_refs, has_weights, is_hub_name, is_url, model_folder
-from openrlhf_ext.config.model_rules import local_shape, model_violations
+from openrlhf_ext.config.model_rules import local_shape, model_violations, scaled_models
 from openrlhf_ext.config.run_config import RunConfig
+from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.shape import read_value_scale
 from openrlhf_ext.options import Section, Violation, idle_options, is_set, no_effect, value_of
 from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS, GUIDED, SINGLE
 
@@ -26,7 +28,8 @@ from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS, GUIDED, SINGL
 
 # Arguments of ``get_algorithm`` that are no options of an estimator, and the options that set them.
 RESERVED_KEYS = {"kl": "algo.kl.*", "correction": "algo.advantage.is_correction_*", "name": "algo.advantage.estimator"}
-_ACTOR, _GUIDE = "actor.model_name_or_path", "guide.model_name_or_path"
+_ACTOR, _GUIDE, _REWARD = "actor.model_name_or_path", "guide.model_name_or_path", "reward.model_name_or_path"
+_HOST_COPY = ", or leave both out for a copy in the policy's host memory"
 _MAX_CHANGE = 0.2  # of the adaptive controller: the error of the measured KL is clipped to +-20 %
 
 
@@ -126,10 +129,12 @@ def colocation(config: RunConfig) -> Iterator[Violation]:
             f"train.colocate_all puts one policy rank and one engine worker on every GPU: actor.num_nodes * "
             f"actor.num_gpus_per_node must equal vllm.num_engines * vllm.tensor_parallel_size, got {config.world_size} "
             f"and {engines} * {engine_tp} = {engines * engine_tp}; change vllm.num_engines or the number of ranks")
-    if config.train.colocate_all and config.critic_ranks > config.world_size:
-        yield Violation(("critic.num_gpus_per_node", "critic.num_nodes", "train.colocate_all"),
-            f"critic.num_nodes * critic.num_gpus_per_node must not exceed the policy's ranks with train.colocate_all, "
-            f"whose GPUs the critic shares: got {config.critic_ranks} and {config.world_size}")
+    shared = ("critic", config.critic_ranks, "critic"), ("reward", config.reward_ranks, "reward model")
+    for section, ranks, what in shared if config.train.colocate_all else ():
+        if ranks > config.world_size:
+            yield Violation((f"{section}.num_gpus_per_node", f"{section}.num_nodes", "train.colocate_all"),
+                f"{section}.num_nodes * {section}.num_gpus_per_node must not exceed the policy's ranks with "
+                f"train.colocate_all, whose GPUs the {what} shares: got {ranks} and {config.world_size}")
 
 
 def transport(config: RunConfig) -> Iterator[Violation]:
@@ -165,14 +170,36 @@ def reference(config: RunConfig) -> Iterator[Violation]:
             f"{own} gives it ranks of its own: leave one of them out, or set train.colocate_actor_ref")
 
 
-def _whole_copies(section: str, ranks: int, config: RunConfig) -> Iterator[Violation]:
+def _whole_copies(section: str, ranks: int, config: RunConfig, remedy: str = _HOST_COPY) -> Iterator[Violation]:
     """The own ranks of a frozen model hold whole copies of it, laid out as the policy."""
     size = config.layout.model_parallel_size
     if ranks % size:
         yield Violation((f"{section}.num_nodes", f"{section}.num_gpus_per_node"),
             f"{section}.num_nodes * {section}.num_gpus_per_node must be a multiple of the ranks of one copy of the "
-            f"policy, whose layout the model has: got {ranks} and {size}; use another "
-            "number, or leave both out for a copy in the policy's host memory")
+            f"policy, whose layout the model has: got {ranks} and {size}; use another number{remedy}")
+
+
+def reward_model(config: RunConfig) -> Iterator[Violation]:
+    """A reward model has ranks, and grades whole batches, after what would have to know the grades before."""
+    if not config.has_reward_model:
+        return
+    yield from _whole_copies("reward", config.reward_ranks, config, "")
+    if config.critic_shares_with_reward and config.critic_ranks != config.reward_ranks:
+        yield Violation(("train.colocate_critic_reward", "critic.num_nodes", "critic.num_gpus_per_node",
+                "reward.num_nodes", "reward.num_gpus_per_node"),
+            f"train.colocate_critic_reward puts one rank of critic and reward model on every GPU: critic.num_nodes * "
+            f"critic.num_gpus_per_node must equal reward.num_nodes * reward.num_gpus_per_node, got "
+            f"{config.critic_ranks} and {config.reward_ranks}; make them equal, or leave train.colocate_critic_reward "
+            "out")
+    remedy = "leave it out, or grade with reward.remote_url or an agent"
+    if config.algo.dynamic_filtering_enable:
+        yield Violation(("algo.dynamic_filtering_enable", _REWARD),
+            f"algo.dynamic_filtering_enable needs rewards that come with the responses, and {_REWARD} scores whole "
+            f"batches (as in OpenRLHF): {remedy}")
+    if config.eval.dataset is not None:
+        yield Violation(("eval.dataset", _REWARD),
+            f"eval.dataset needs rewards that come with the responses, and {_REWARD} scores batches of training only "
+            f"(as in OpenRLHF): {remedy}")
 
 
 def guide(config: RunConfig) -> Iterator[Violation]:
@@ -317,10 +344,14 @@ def two_names(config: RunConfig) -> Iterator[Violation]:
             f"keep one of them")
 
 
-RULES: tuple[Callable[[RunConfig], Iterator[Violation]], ...] = (
+Rule = Callable[[RunConfig], Iterator[Violation]]
+LAYOUT_RULES: tuple[Rule, ...] = (
     policy_layout, samples_of_ranks, profiled_ranks, critic_layout, nodes, recomputation, precision.parameters,
-    colocation, transport, reference, guide, batches, groups, lengths, evaluations, streaming,
-    reserved_keys, adaptive_kl, two_names,
+    colocation, reference, guide, reward_model,
+)  # fmt: skip
+"""Those that ask how models and engines are laid out."""
+RULES: tuple[Rule, ...] = (
+    *LAYOUT_RULES, transport, batches, groups, lengths, evaluations, streaming, reserved_keys, adaptive_kl, two_names,
 )  # fmt: skip
 
 
@@ -339,9 +370,11 @@ def hub_names(config: RunConfig) -> Iterator[str]:
     if path is not None and model_folder(path) is None:
         yield (f"{_ACTOR} {path} is taken for a hub name: whether the layout fits the model is not checked before it "
             "is downloaded")
-    model, _ = local_shape(_ACTOR, path)
-    if model is not None and not is_hub_name(path or "") and not has_weights(path or ""):
-        yield f"{_ACTOR} {path} holds no *.safetensors file: the policy cannot load its weights"
+    reward = config.reward.model_name_or_path if config.has_reward_model else None
+    for option, folder, what in ((_ACTOR, path, "policy"), (_REWARD, reward, "reward model")):
+        model, _ = local_shape(option, folder)
+        if model is not None and not is_hub_name(folder or "") and not has_weights(folder or ""):
+            yield f"{option} {folder} holds no *.safetensors file: the {what} cannot load its weights"
     for option in ("data.prompt_dataset", "eval.dataset"):
         for ref in dataset_refs(value_of(config, option) or ""):
             if ref.path and is_hub_name(ref.path):
@@ -352,6 +385,9 @@ def memory_and_timing(config: RunConfig) -> Iterator[str]:
     if config.engines_share_gpus and not (config.ds.enable_sleep and config.vllm.enable_sleep):
         yield ("train.colocate_all without both ds.enable_sleep and vllm.enable_sleep: policy and engines are in the "
             "memory of a GPU at the same time; vllm.gpu_memory_utilization must leave room for the policy")
+    if config.train.colocate_all and config.has_reward_model and not config.reward.offload:
+        yield ("train.colocate_all with a reward model and without reward.offload: its weights stay in the memory of "
+            "the GPUs while engines sample and policy trains; vllm.gpu_memory_utilization must leave room for them")
     if config.max_staleness > 0 and config.train.full_determinism_enable:
         yield ("train.full_determinism_enable with train.max_staleness above 0: which group is finished first, and "
             "which token meets new weights first, depends on timing, so two runs differ")
@@ -389,7 +425,25 @@ def unused_models(config: RunConfig) -> Iterator[str]:
             yield from _idle(config, name, "no reference model is built without a KL penalty", "set algo.kl.init_coef")
 
 
+def unused_reward_model(config: RunConfig) -> Iterator[str]:
+    """As in OpenRLHF, a reward model is not built beside another source of rewards."""
+    name = config.reward.model_name_or_path
+    if name is not None and not config.has_reward_model:
+        other = "reward.remote_url" if config.reward.remote_url is not None else "train.agent_func_path"
+        yield no_effect(_REWARD, name, f"rewards come from {other}; no reward model is built (as in OpenRLHF)")
+    for option, folder in scaled_models(config):
+        try:
+            scale = read_value_scale(folder)
+        except InputError:
+            continue  # a violation
+        if scale is None:
+            yield f"reward.normalize_enable changes nothing for {option}, whose config.json has no mean and std"
+
+
 def unused_graders(config: RunConfig) -> Iterator[str]:
+    if config.has_reward_model:
+        for leaf in ("timeout_s", "max_failures", "failure_value", "num_workers", "memory_mib", "environment"):
+            yield from _idle(config, f"reward.{leaf}", f"{_REWARD} grades")
     if config.reward.remote_url and all(map(is_url, config.reward.remote_url.split(","))):
         for leaf in ("num_workers", "memory_mib", "environment"):
             yield from _idle(config, f"reward.{leaf}", "reward.remote_url names servers, which grade elsewhere")
@@ -408,8 +462,8 @@ def token_budgets(config: RunConfig) -> Iterator[str]:
 
 
 WARNINGS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    hub_names, memory_and_timing, precision.determinism, restarts, unused_modes, unused_models, unused_graders,
-    token_budgets,
+    hub_names, memory_and_timing, precision.determinism, restarts, unused_modes, unused_models,
+    unused_reward_model, unused_graders, token_budgets,
 )  # fmt: skip
 
 

@@ -108,6 +108,29 @@ class RunConfig(Section):
         return self.critic.num_nodes * self.critic.num_gpus_per_node if self.has_critic else 0
 
     @property
+    def critic_model(self) -> str | None:
+        """Folder or hub name of what the critic starts from, as in OpenRLHF: its own, the reward model, the policy."""
+        reward = self.reward.model_name_or_path if self.has_reward_model else None
+        return self.critic.model_name_or_path or reward or self.actor.model_name_or_path
+
+    @property
+    def has_reward_model(self) -> bool:
+        """As in OpenRLHF, none is built beside another source of rewards."""
+        others = (self.reward.remote_url, self.train.agent_func_path)
+        return self.reward.model_name_or_path is not None and others == (None, None)
+
+    @property
+    def reward_ranks(self) -> int:
+        """0 without a reward model."""
+        return self.reward.num_nodes * self.reward.num_gpus_per_node if self.has_reward_model else 0
+
+    @property
+    def critic_shares_with_reward(self) -> bool:
+        """Whether critic and reward model have GPUs of their own that they share."""
+        both = self.has_critic and self.has_reward_model
+        return both and self.train.colocate_critic_reward and not self.train.colocate_all
+
+    @property
     def has_reference(self) -> bool:
         return self.algo.kl.init_coef > 0 or bool(self.own_options.get("kl_coef"))
 
@@ -137,12 +160,20 @@ class RunConfig(Section):
 
     @property
     def model_options(self) -> list[str]:
-        sections = ["actor", *(["critic"] if self.has_critic else []), *(["guide"] if self.has_guide else [])]
-        return [f"{section}.model_name_or_path" for section in sections]
+        there = {
+            "actor": True, "critic": self.has_critic, "reward": self.has_reward_model, "guide": self.has_guide
+        }  # fmt: skip
+        return [f"{section}.model_name_or_path" for section, is_there in there.items() if is_there]
 
     @property
     def training_ranks(self) -> int:
-        return self.world_size + self.critic_ranks + self.reference_ranks + self.guide_ranks
+        return self.world_size + self.critic_ranks + self.reward_ranks + self.reference_ranks + self.guide_ranks
+
+    @property
+    def training_gpus(self) -> int:
+        """What the training ranks take of a cluster: critic and reward model may share GPUs."""
+        shared = self.critic_ranks + self.reward_ranks if self.train.colocate_all else 0
+        return self.training_ranks - shared - (self.reward_ranks if self.critic_shares_with_reward else 0)
 
     @property
     def engine_workers(self) -> int:

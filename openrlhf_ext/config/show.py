@@ -373,8 +373,14 @@ def _step_lines(config: RunConfig) -> Iterator[str]:
 def _auxiliary_lines(config: RunConfig) -> Iterator[str]:
     if config.has_critic:
         shared = ", on GPUs of the policy" if config.train.colocate_all else ""
-        model = config.critic.model_name_or_path or "the model of the policy"
+        own = config.critic.model_name_or_path
+        model = own or ("the reward model" if config.has_reward_model else "the model of the policy")
         yield f"critic: {_degrees(config.critic_layout)}{shared}, from {model}"
+    if config.has_reward_model:
+        sharer = "policy" if config.train.colocate_all else "critic" if config.critic_shares_with_reward else ""
+        where = f"GPUs of the {sharer}" if sharer else "GPUs of their own"
+        yield (f"reward model: {config.reward_ranks} ranks, laid out as the policy, on {where}, from "
+            f"{config.reward.model_name_or_path}")  # fmt: skip
     if config.has_reference:
         yield f"reference: {_place_of_frozen(config.reference_ranks)}"
     if config.has_guide:

@@ -146,6 +146,17 @@ STANDS_FOR = {
 """Options of DeepSpeed's section, and those that they set here."""
 
 
+def origin_of(origin: str, name: str) -> str:
+    """Where a value comes from that an option of DeepSpeed's section set."""
+    return f"{origin}, as {name}"
+
+
+def stands_in(config: RunConfig, name: str) -> bool:
+    """Whether an option has its value from one of DeepSpeed's section."""
+    names = [its for its, ours in STANDS_FOR.items() if ours == name]
+    return any(config.sources.get(name, "").endswith(origin_of("", its)) for its in names)
+
+
 def present_name(name: str) -> str | None:
     """What OpenRLHF 0.11.2 calls an option of an earlier release; None if no release had this name.
 

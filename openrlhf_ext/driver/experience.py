@@ -32,6 +32,7 @@ from openrlhf_ext.driver.scoring import (
     Deal,
     KLCoefficient,
     PendingScores,
+    RewardScorer,
     Scorer,
     ValueTrainer,
     deal,
@@ -41,7 +42,7 @@ from openrlhf_ext.driver.scoring import (
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch, sequence_batch
 from openrlhf_ext.ranks.policy import TrainingShard
 from openrlhf_ext.reporting import chosen_groups
-from openrlhf_ext.rollout.response import Response
+from openrlhf_ext.rollout.response import Response, graded
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
@@ -52,13 +53,15 @@ Get = Callable[[list], list]
 
 @dataclass(frozen=True)
 class Experience:
-    """What a batch of groups became: a shard for each data-parallel rank, the sequences and what the policy said of
-    them before the step, metrics, and ``samples`` as ``SampleWriter`` takes them, if that was asked for."""
+    """What a batch of ``groups``, which are graded, became: a shard for each data-parallel rank, the sequences and what
+    the policy said of them before the step, metrics, and ``samples`` as ``SampleWriter`` takes them, if that was asked
+    for."""
 
     shards: list[TrainingShard]
     batch: SequenceBatch
     old: LogprobEntropy
     metrics: dict[str, float]
+    groups: Sequence[Group]
     samples: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -79,18 +82,21 @@ class ExperienceMaker:
     kl: KLCoefficient | None = None
     attention_length: float = math.inf
     guide: Scorer | None = None
+    reward: RewardScorer | None = None
     batches: int = field(default=0, init=False)
 
     @torch.no_grad()
     def make(self, groups: Sequence[Group], version: int, get: Get, shown: int | None = None) -> Experience:
         """Scores the groups, shapes them, and cuts every data-parallel rank's shard. Old log-probs are of the weights
         ``version``; completions of ``shown`` groups are shown (0 = of all, None = of none)."""
-        samples = in_group_order(groups, self.group_size)
-        batch = sequences_of(samples)
+        groups = _by_prompt(groups)
+        batch = sequences_of(in_group_order(groups, self.group_size))
         started = time.perf_counter()
         pending = self._start_scores(batch)
         old = self.old_logprobs(batch, get)
         scores: dict[str, Any] = {name: scores.result(get) for name, scores in pending.items()}
+        groups = with_rewards(groups, scores.pop("rewards")) if self.reward is not None else groups
+        samples = in_group_order(groups, self.group_size)
         scored = time.perf_counter()
         rollout = dataclasses.replace(rollout_batch(samples, batch, old, self.group_size), **scores)
         shaped, metrics = self._shape(rollout)
@@ -100,8 +106,8 @@ class ExperienceMaker:
         self.batches += 1
         shards = training_shards(shaped, self._chunks(batch), self._deals(batch), seed=self.batches)
         metrics |= {"time/logprob": scored - started, "time/shape": time.perf_counter() - scored}
-        samples_shown = [] if shown is None else shown_samples(_by_prompt(groups), rollout, shaped, shown)
-        return Experience(shards, batch, old, metrics, samples_shown)
+        samples_shown = [] if shown is None else shown_samples(groups, rollout, shaped, shown)
+        return Experience(shards, batch, old, metrics, groups, samples_shown)
 
     def _shape(self, rollout: RolloutBatch) -> tuple[LossBatch, dict[str, float]]:
         """The batch as the algorithm shapes it, and what both are like."""
@@ -126,6 +132,8 @@ class ExperienceMaker:
         pending = {} if self.reference is None else {"ref_logprobs": self.reference.start(batch)}
         if self.guide is not None:
             pending["guide_logprobs"] = self.guide.start(batch)
+        if self.reward is not None:
+            pending["rewards"] = self.reward.start(batch)
         return pending if self.critic is None else {**pending, "values": self.critic.start_values(batch)}
 
     def _reference_metrics(self, rollout: RolloutBatch) -> dict[str, float]:
@@ -169,6 +177,18 @@ def _by_prompt(groups: Sequence[Group]) -> list[Group]:
     return sorted(groups, key=lambda group: group.prompt.text)
 
 
+def with_rewards(groups: Sequence[Group], rewards_B: Tensor) -> list[Group]:
+    """The groups with the rewards that a reward model gives their completions, which are their scores too, as those of
+    a reward function that returns rewards only."""
+    rewards = iter(rewards_B.tolist())
+
+    def of(response: Response) -> Response:
+        reward = next(rewards)
+        return dataclasses.replace(response, reward=reward, score=reward)
+
+    return [Group(group.prompt, [of(response) for response in group.responses]) for group in groups]
+
+
 def sequences_of(samples: Sequence[Response]) -> SequenceBatch:
     """The completions as the policy sees them."""
     return sequence_batch([sample.tokens_S for sample in samples], [sample.actions for sample in samples])
@@ -181,7 +201,7 @@ def rollout_batch(
     return RolloutBatch(
         tokens=batch.targets_N,
         lengths=batch.counts_B,
-        rewards=torch.tensor([s.reward for s in samples]).double(),
+        rewards=torch.tensor([graded(s.reward) for s in samples]).double(),
         group_ids=torch.arange(len(samples)) // group_size,
         old_logprobs=old.logprobs_N,
         entropies=old.entropies_N,

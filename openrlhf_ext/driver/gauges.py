@@ -26,7 +26,7 @@ from openrlhf_ext.ranks.timers import RankReport
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.rewards.grading import FAILED_KEY
 from openrlhf_ext.rollout.probe import relative_difference
-from openrlhf_ext.rollout.response import Response
+from openrlhf_ext.rollout.response import Response, graded
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
@@ -61,7 +61,7 @@ def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
     graded."""
     names = sorted(set(samples[0].extra_logs) - {FAILED_KEY})
     logs = {f"reward_log/{name}": sum(s.extra_logs[name] for s in samples) / len(samples) for name in names}
-    logs["accuracy/mean"] = sum(sample.score for sample in samples) / len(samples)
+    logs["accuracy/mean"] = sum(graded(sample.score) for sample in samples) / len(samples)
     return logs | {"reward/failures": sum(s.extra_logs.get(FAILED_KEY, 0.0) for s in samples)}
 
 
@@ -167,8 +167,8 @@ def guide_gauges(samples: Sequence[Response]) -> dict[str, float]:
     gauges = {"guide/fraction": sum(sample.from_guide for sample in samples) / len(samples)}
     for source, is_guide in (("guide", True), ("policy", False)):
         own = [sample for sample in samples if sample.from_guide == is_guide]
-        gauges[f"{source}/reward_mean"] = sum(sample.reward for sample in own) / len(own)
-        gauges[f"{source}/accuracy_mean"] = sum(sample.score for sample in own) / len(own)
+        gauges[f"{source}/reward_mean"] = sum(graded(sample.reward) for sample in own) / len(own)
+        gauges[f"{source}/accuracy_mean"] = sum(graded(sample.score) for sample in own) / len(own)
         gauges[f"{source}/length_mean"] = sum(sample.sampled for sample in own) / len(own)
     return gauges
 

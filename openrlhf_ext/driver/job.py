@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,12 +79,16 @@ logger = logging.getLogger(__name__)
 _DESCRIBE_S = 120.0  # ranks are asked, logs are read on other nodes (30 s each)
 
 
-def run(config: RunConfig, guard: Guard, restart: int = 0) -> int:
+LayOut = Callable[[RunConfig], RunConfig]
+"""Decides what ``megatron.layout auto`` leaves open until the model is here."""
+
+
+def run(config: RunConfig, guard: Guard, restart: int = 0, lay_out: LayOut | None = None) -> int:
     """One attempt to train until the prompts are used up; ``restart`` counts the earlier ones. Returns 0, 1 = failed,
     130 = Ctrl-C, 143 = SIGTERM. Raises ConfigError: a model that was downloaded does not fit the options, or a file
     of the user's own cannot be used."""
     guard.expect(math.inf, "downloading models")
-    config = with_local_model(config)
+    config = with_local_model(config, lay_out)
     guard.expect(config.vllm.start_timeout_s, "looking for the data, then starting Ray (vllm.start_timeout_s)")
     preflight.check_hub_data(config)
     for tried in try_user_code(config):
@@ -412,12 +416,11 @@ def set_initial_entropy(config: RunConfig, loop: TrainingLoop, parts: Parts) -> 
             logger.warning("algo.%s.%s", config.algo.advantage.estimator, caution)
 
 
-def with_local_model(config: RunConfig) -> RunConfig:
+def with_local_model(config: RunConfig, lay_out: LayOut | None = None) -> RunConfig:
     """The configuration with folders as its models: a hub name is downloaded first, since every rank reads files.
     Raises ConfigError: a model cannot be downloaded, or does not fit the options."""
     given = config
-    needed = {"actor": True, "critic": config.has_critic, "guide": config.has_guide}
-    for section in (section for section, is_needed in needed.items() if is_needed):
+    for section in (option.partition(".")[0] for option in config.model_options):
         options = getattr(config, section)
         name = options.model_name_or_path
         if name is not None and not Path(name).is_dir():
@@ -425,6 +428,7 @@ def with_local_model(config: RunConfig) -> RunConfig:
             changed = options.model_copy(update={"model_name_or_path": folder})
             config = config.model_copy(update={section: changed})
     if config is not given:
+        config = config if lay_out is None else lay_out(config)
         preflight.check_downloaded(config)
     return config
 

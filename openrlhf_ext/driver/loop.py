@@ -31,6 +31,7 @@ from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, all_prompts, s
 from openrlhf_ext.driver.settings import frozen_steps
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.ranks.policy import TrainingShard
+from openrlhf_ext.rollout.response import graded
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
@@ -78,7 +79,7 @@ class TrainingLoop:
                 self._finished = None  # what the ranks hold is between two steps from here on
                 trained = self.train(made.shards)
                 synced = self.publish()
-            self.record(groups, made, trained | synced)
+            self.record(made, trained | synced)
             self._note_state()
             self.guard.release()
             self.evaluate_and_save()
@@ -109,7 +110,8 @@ class TrainingLoop:
         return groups
 
     def score_and_shape(self, groups: Sequence[Group]) -> Experience:
-        """Old log-probs, values and reference log-probs; then advantages of whole groups, and every rank's shard."""
+        """Old log-probs, values, rewards and reference log-probs; then advantages of whole groups, and every rank's
+        shard."""
         with self._limit(f"training step {self.step + 1}"):
             samples = self.recorder.samples
             shown = samples.groups_due(self.step + 1) if samples is not None else None
@@ -150,7 +152,7 @@ class TrainingLoop:
         self.sharing.wake_weights()
         return self.deadline.get(self.policy.async_run_method("send_weights"))[0]
 
-    def record(self, groups: Sequence[Group], made: Experience, measured: Mapping[str, float]) -> None:
+    def record(self, made: Experience, measured: Mapping[str, float]) -> None:
         """Measures what the step was like, and writes it down."""
         metrics = {**made.metrics, **measured}
         metrics |= self._measured(made, metrics) | self.rollouts.gauges()
@@ -171,7 +173,7 @@ class TrainingLoop:
         if self.recorder.samples is not None and made.samples:
             self.recorder.samples.write(self.step, made.samples)
         if self.sinks and self.step % self.config.logger.logging_steps == 0:
-            sample = groups[0].responses[0]
+            sample = made.groups[0].responses[0]
             shown = {"generated_samples": [self.tokenizer.decode(sample.tokens_S.tolist()), sample.reward]}
             for sink in self.sinks:
                 sink.log_train(self.step, record | shown)
@@ -342,7 +344,7 @@ def evaluation_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {
         "eval/accuracy": float(accuracy_P.mean()),
         "eval/accuracy_stderr": float(accuracy_P.std(correction=1) / len(groups) ** 0.5) if len(groups) > 1 else 0.0,
-        "eval/reward_mean": sum(response.reward for response in responses) / len(responses),
+        "eval/reward_mean": sum(graded(response.reward) for response in responses) / len(responses),
         "eval/response_length_mean": sum(response.span for response in responses) / len(responses),
         "eval/samples": float(len(responses)),
     }

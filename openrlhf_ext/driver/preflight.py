@@ -215,10 +215,10 @@ def transport_warnings(config: RunConfig) -> Iterator[str]:
 
 
 def checkpoint_violations(config: RunConfig) -> Iterator[Violation]:
-    """Policy, critic and guide are models that are built, and their files hold their tensors."""
+    """Policy, critic, reward model and guide are models that are built, and their files hold their tensors."""
     for option in config.model_options:
         folder = value_of(config, option)
-        value_head = config.ds.value_head_prefix if option.startswith("critic.") else None
+        value_head = config.ds.value_head_prefix if option.startswith(("critic.", "reward.")) else None
         if folder is None or not os.path.isdir(folder):
             continue
         try:
@@ -226,7 +226,7 @@ def checkpoint_violations(config: RunConfig) -> Iterator[Violation]:
         except InputError:
             continue  # reported by the configuration's own rules
         try:
-            check_files(folder, shape)
+            check_files(folder, shape, trained_head=option.startswith("reward."))
         except InputError as error:
             yield Violation((option,), f"{option}: {error}")
 
@@ -251,12 +251,17 @@ def guide_violations(config: RunConfig) -> Iterator[Violation]:
         )
 
 
-def check_files(folder: str, shape: ModelShape) -> None:
-    """The files of a model hold its tensors, a critic's value head apart, or InputError says what does not fit; a
-    folder without weights is warned about only."""
-    from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, describe, unaccounted_tensors
+def check_files(folder: str, shape: ModelShape, trained_head: bool = False) -> None:
+    """The files of a model hold its tensors, a critic's value head apart unless it has to be a ``trained_head``, or
+    InputError says what does not fit; a folder without weights is warned about only."""
+    from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, describe, require_value_head, unaccounted_tensors
 
-    if has_weights(folder) and (problems := unaccounted_tensors(HFCheckpoint(folder), shape)):
+    if not has_weights(folder):
+        return
+    checkpoint = HFCheckpoint(folder)
+    if trained_head:
+        require_value_head(shape, checkpoint)
+    if problems := unaccounted_tensors(checkpoint, shape):
         raise InputError(f"{folder}: {describe(problems)}")
 
 

@@ -17,7 +17,7 @@ import ray
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.checkpoints import write_hf
 from openrlhf_ext.driver.cluster import RaySession
-from openrlhf_ext.driver.scoring import KLCoefficient, Scorer, ValueTrainer
+from openrlhf_ext.driver.scoring import KLCoefficient, RewardScorer, Scorer, ValueTrainer
 from openrlhf_ext.driver.settings import (
     FrozenModel,
     critic_path,
@@ -25,6 +25,8 @@ from openrlhf_ext.driver.settings import (
     frozen_models,
     policy_path,
     policy_settings,
+    reward_path,
+    reward_settings,
     sync_settings,
 )
 from openrlhf_ext.driver.waits import Deadline
@@ -32,7 +34,7 @@ from openrlhf_ext.fp8 import cuda_home
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.options import required
-from openrlhf_ext.ranks.auxiliary import CriticActor, FrozenActor
+from openrlhf_ext.ranks.auxiliary import CriticActor, FrozenActor, RewardActor
 from openrlhf_ext.ranks.policy import PolicyActor, SleepModes
 from openrlhf_ext.rewards.executor import make_executor
 from openrlhf_ext.rollout.probe import end_of_probe
@@ -258,18 +260,25 @@ def _await_ranks(session: RaySession, name: str, refs: list, deadline: Deadline)
 
 @dataclass(frozen=True)
 class AuxiliaryModels:
-    """The models beside the policy that have ranks of their own: the critic, and frozen ones by name (a reference, a
-    guide)."""
+    """The models beside the policy that have ranks of their own: the critic, a reward model, and frozen language models
+    by name (a reference, a guide)."""
 
     critic: RankGroup | None = None
+    reward: RankGroup | None = None
     frozen: Mapping[str, RankGroup] = field(default_factory=dict)
 
     @classmethod
     def start(cls, config: RunConfig, policy_places: Reservation | None = None) -> AuxiliaryModels:
-        """Starts the actors, which import in the background; in a colocated run the critic shares the policy's
-        places."""
+        """Starts the actors, which import in the background; in a colocated run critic and reward model share the
+        policy's places."""
+        from openrlhf_ext.driver.placement import reserve
+
         frozen = {model.name: _start_frozen(config, model) for model in frozen_models(config) if model.ranks}
-        return cls(_start_critic(config, policy_places), frozen)
+        places = policy_places if config.train.colocate_all else None
+        if config.critic_shares_with_reward:
+            what = "critic and reward model"
+            places = reserve(config.critic_ranks, config.vllm.start_timeout_s, what, shared=True)
+        return cls(_start_critic(config, places), _start_reward(config, places), frozen)
 
     def initialize(self, config: RunConfig, session: RaySession, steps: int, deadline: Deadline) -> None:
         policy = policy_settings(config, steps)
@@ -279,6 +288,9 @@ class AuxiliaryModels:
             refs["critic"] = self.critic.async_run_method(
                 "init_model", settings, config.train.max_epochs, config.ds.enable_sleep
             )
+        if self.reward is not None:
+            own = reward_settings(config, policy)
+            refs["reward model"] = self.reward.async_run_method("init_model", own, config.reward.offload)
         for model in frozen_models(config):
             if (group := self.frozen.get(model.name)) is not None:
                 layout = config.layout_on(model.ranks)
@@ -290,7 +302,11 @@ class AuxiliaryModels:
 
     def experience_parts(self, config: RunConfig, policy: RankGroup) -> dict[str, Any]:
         """Arguments of the experience maker: ``critic``, ``kl``, and a scorer for each frozen model."""
-        scorers = {model.name: self._scorer(config, policy, model) for model in frozen_models(config)}
+        scorers: dict[str, Any] = {model.name: self._scorer(config, policy, model) for model in frozen_models(config)}
+        if self.reward is not None and config.has_reward_model:
+            replicas = config.layout_on(config.reward_ranks).data_parallel_size
+            attention_length = read_model_shape(reward_path(config)).attention_length
+            scorers["reward"] = RewardScorer(Scorer(self.reward, "forward", replicas, attention_length))
         return {"critic": self._value_trainer(config), "kl": _kl_coefficient(config), **scorers}
 
     def _scorer(self, config: RunConfig, policy: RankGroup, model: FrozenModel) -> Scorer:
@@ -319,11 +335,17 @@ class AuxiliaryModels:
             write_hf(self.critic, "critic", path, "ckpt.output_dir", config.train.step_timeout_s)
 
 
-def _start_critic(config: RunConfig, policy_places: Reservation | None) -> RankGroup | None:
+def _start_critic(config: RunConfig, places: Reservation | None) -> RankGroup | None:
     if not config.has_critic:
         return None
-    places = policy_places if config.train.colocate_all else None
     return _start_auxiliary(CriticActor, config, "the critic's ranks", config.critic_layout, places)
+
+
+def _start_reward(config: RunConfig, places: Reservation | None) -> RankGroup | None:
+    if not config.has_reward_model:
+        return None
+    layout = config.layout_on(config.reward_ranks)
+    return _start_auxiliary(RewardActor, config, "the reward model's ranks", layout, places)
 
 
 def _start_frozen(config: RunConfig, model: FrozenModel) -> RankGroup:

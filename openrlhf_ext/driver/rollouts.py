@@ -22,7 +22,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.engines import EngineCall, EngineSupervisor, HangWatch, is_engine_fault
 from openrlhf_ext.driver.waits import Deadline
-from openrlhf_ext.rollout.response import GroupRequest, InvalidWeights, Response, Sampling, derived_seed
+from openrlhf_ext.rollout.response import GroupRequest, InvalidWeights, Response, Sampling, derived_seed, graded
 
 _LOOK_S = 1.0
 _TRAINING, _OTHER = 0, 1  # groups of one number have different seeds
@@ -107,8 +107,8 @@ class Group:
 
     @property
     def mean_score(self) -> float:
-        """What dynamic sampling goes by."""
-        return sum(response.score for response in self.responses) / len(self.responses)
+        """What dynamic sampling and evaluations go by, which a run whose rewards are a reward model's does not have."""
+        return sum(graded(response.score) for response in self.responses) / len(self.responses)
 
 
 class GroupRequests:

@@ -21,7 +21,7 @@ from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.algorithms.kl import kl_k3
 from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, float64_sum
 from openrlhf_ext.algorithms.values import explained_variance
-from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets, balance_rows
+from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets, balance_rows, sequence_batch
 from openrlhf_ext.ranks.auxiliary import CriticMiniBatch
 
 if TYPE_CHECKING:
@@ -98,6 +98,26 @@ class Scorer:
         parts = balance_rows(batch.lengths_B, self.replicas, self.attention_length)
         refs = self.group.async_run_method_batch(self.method, batch=[batch.select(rows) for rows in parts])
         return PendingScores(batch, parts, refs, self.group.duplicate_actors)
+
+
+@dataclass(frozen=True)
+class RewardScorer:
+    """A reward model's scores of whole sequences. A score is the value at the last token, whatever it is, as in
+    OpenRLHF 0.11.2 (``models/model.py``); transformers' pooling leaves out a last token that is the padding's."""
+
+    values: Scorer
+
+    def start(self, batch: SequenceBatch) -> PendingScores:
+        """Starts the forward pass; its result is (B,) scores."""
+        return self.values.start(with_end(batch))
+
+
+def with_end(batch: SequenceBatch) -> SequenceBatch:
+    """The sequences with one more token each, as their only response token: the state before it is that at the last
+    token. Which token it is makes no difference, attention being causal."""
+    ends = [int(length) for length in batch.lengths_B]
+    whole = [np.append(tokens_S.numpy(), np.int32(0)) for tokens_S in batch.tokens_M.split(ends)]
+    return sequence_batch(whole, [[(end, end + 1)] for end in ends])
 
 
 # ---- critic ---------------------------------------------------------------------------------------------------------

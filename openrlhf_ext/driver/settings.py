@@ -105,8 +105,13 @@ def frozen_models(config: RunConfig) -> list[FrozenModel]:
 
 
 def critic_path(config: RunConfig) -> str:
-    """The critic's checkpoint."""
-    return config.critic.model_name_or_path or policy_path(config)
+    """The checkpoint that the critic starts from."""
+    return required(config.critic_model, "critic.model_name_or_path")
+
+
+def reward_path(config: RunConfig) -> str:
+    """The reward model's checkpoint."""
+    return required(config.reward.model_name_or_path, "reward.model_name_or_path")
 
 
 def critic_settings(config: RunConfig, policy: ModelSettings, steps: int) -> ModelSettings:
@@ -121,6 +126,21 @@ def critic_settings(config: RunConfig, policy: ModelSettings, steps: int) -> Mod
         updates=optimizer_updates(config, steps),
         host_copies={},
         value_head=config.ds.value_head_prefix,
+        normalize_values=config.reward.normalize_enable,
+    )
+
+
+def reward_settings(config: RunConfig, policy: ModelSettings) -> ModelSettings:
+    """What every rank of the reward model gets: the policy's layout and precision, without FP8."""
+    return dataclasses.replace(
+        policy,
+        model_path=reward_path(config),
+        layout=config.layout_on(config.reward_ranks),
+        converters=(),
+        optimizer=None,
+        host_copies={},
+        value_head=config.ds.value_head_prefix,
+        normalize_values=config.reward.normalize_enable,
     )
 
 

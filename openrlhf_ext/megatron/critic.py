@@ -1,7 +1,8 @@
-"""The critic of one rank: values of the states before each response token, and its train step.
+"""Decoders with one linear output in the place of the vocabulary projection, on the last stage of any layout: a reward
+model's scores, and the critic: values of the states before each response token, and its train step.
 
-A decoder whose vocabulary projection is replaced by one linear output, on the last stage of any layout. Every public
-method is a collective over all ranks of the critic unless it says otherwise. Shape suffixes as in ``policy``.
+Every public method is a collective over all ranks of the model unless it says otherwise. Shape suffixes as in
+``policy``.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from openrlhf_ext.algorithms.values import value_clip_fraction, value_loss
-from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, new_value_head
-from openrlhf_ext.megatron.model.shape import ModelShape, read_value_shape
+from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, new_value_head, require_value_head
+from openrlhf_ext.megatron.model.shape import ModelShape, read_value_scale, read_value_shape
 from openrlhf_ext.megatron.policy import MegatronModel
+from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import PackedBatch, SequenceBatch, ValueTargets
 from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.schedule import gather_tokens, one, planned_rows
@@ -27,10 +29,39 @@ from openrlhf_ext.options.sections import Critic
 logger = logging.getLogger(__name__)
 
 
-class MegatronCritic(MegatronModel):
+class ValueDecoder(MegatronModel):
+    """A decoder with a value head. A reward model is one that is never trained: its score of a sequence is the value of
+    the state at the last token, which is the state before a token that is added (``driver.scoring.RewardScorer``)."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self._scale = read_value_scale(settings.model_path) if settings.normalize_values else None
+        super().__init__(settings)
+
     def read_shape(self) -> ModelShape:
         return read_value_shape(self.settings.model_path, self.settings.value_head)
 
+    def load_weights(self) -> None:
+        """Fills the chunks. Raises InputError: what is never trained has no value head."""
+        if self.settings.optimizer is None:
+            require_value_head(self.shape, HFCheckpoint(self.settings.model_path))
+        super().load_weights()
+
+    @torch.no_grad()
+    def values(self, batch: SequenceBatch) -> Tensor:
+        """fp32 (N,) values at this data-parallel rank's response tokens, of the states before them, on every rank."""
+        (values_N,) = self.schedule.collect(batch, lambda part, hidden_NH: [self._head(hidden_NH)], 1)
+        return values_N
+
+    def _head(self, hidden_NH: Tensor) -> Tensor:
+        """fp32 (N,) values; in fp32 also for a bf16 model, whose eight bits are too coarse for returns near 1."""
+        values_N = F.linear(hidden_NH.float(), self.output_embedding().float()).squeeze(-1)
+        if self._scale is None:
+            return values_N
+        mean, std = self._scale
+        return (values_N - mean) / std
+
+
+class MegatronCritic(ValueDecoder):
     def load_weights(self) -> None:
         """Fills the chunks; a value head that the checkpoint lacks starts as OpenRLHF's: normal, std 1 / (H + 1)."""
         super().load_weights()
@@ -52,18 +83,6 @@ class MegatronCritic(MegatronModel):
         if not isinstance(options, Critic):
             raise TypeError(f"a critic is trained with critic.*, got {options!r}")
         return options.value_clip
-
-    # ---- forward ------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def values(self, batch: SequenceBatch) -> Tensor:
-        """fp32 (N,) values at this data-parallel rank's response tokens, of the states before them, on every rank."""
-        (values_N,) = self.schedule.collect(batch, lambda part, hidden_NH: [self._head(hidden_NH)], 1)
-        return values_N
-
-    def _head(self, hidden_NH: Tensor) -> Tensor:
-        """fp32 (N,) values; in fp32 also for a bf16 model, whose eight bits are too coarse for returns near 1."""
-        return F.linear(hidden_NH.float(), self.output_embedding().float()).squeeze(-1)
 
     # ---- training -----------------------------------------------------------------------------------------------
 

@@ -25,7 +25,8 @@ class ModelSettings:
     optimizer: Actor | Critic | None = None  # None: a model that is never trained
     updates: int = 1  # optimizer steps of the whole run
     host_copies: Mapping[str, str] = field(default_factory=dict)  # folders of frozen models of the same shape
-    value_head: str = "score"  # of a critic: HF name; ``value_head_prefix`` of the checkpoint's config.json wins
+    value_head: str = "score"  # of critic and reward model: HF name; ``value_head_prefix`` of its config.json wins
+    normalize_values: bool = False  # values minus mean, by std, of the checkpoint's config.json
 
     def tokens_per_micro_batch(self, forward_only: bool) -> int | None:
         """Tokens that a rank's micro-batches are filled up to; None: they hold a number of samples."""

@@ -52,6 +52,32 @@ class CriticActor(TrainedActor):
         return mean | {"value/lr": steps[-1]["value/lr"]}
 
 
+class RewardActor(RankActor):
+    """One rank of a reward model. With ``offload`` its weights are in host memory while it has nothing to score."""
+
+    def init_model(self, settings: ModelSettings, offload: bool) -> dict[str, Any]:
+        from openrlhf_ext.megatron.critic import ValueDecoder
+        from openrlhf_ext.megatron.host_memory import ModelStates
+
+        info = self.join(settings)
+        with phase("building the reward model"):
+            self.model = ValueDecoder(settings)
+        self.states = ModelStates(self.model.models, None, self.model.device)
+        self.offload = offload
+        if offload:
+            self.states.offload()
+        return info
+
+    @phase("rewards")
+    def forward(self, batch: SequenceBatch) -> np.ndarray:
+        """(N,) values of the states before the response tokens of this replica's sequences."""
+        self.states.reload()
+        values_N = plain(self.model.values(batch))
+        if self.offload:
+            self.states.offload()
+        return values_N
+
+
 class FrozenActor(RankActor):
     """One rank of a language model that scores completions and is never trained."""
 

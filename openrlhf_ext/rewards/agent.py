@@ -30,7 +30,7 @@ from openrlhf_ext.rewards.grading import (
     finite_number,
     parse_answer,
 )
-from openrlhf_ext.rollout.response import GroupRequest, Response, ResponseRecorder, Sampling
+from openrlhf_ext.rollout.response import GroupRequest, Response, ResponseRecorder, Sampling, graded
 from openrlhf_ext.user_code import told
 
 _STEP_KEYS = ("rewards", "environment_feedback", "done")
@@ -311,9 +311,10 @@ def try_agent(agent: AgentExecutorBase, model: str, prompt: str, label: Any, com
     request = GroupRequest(prompt, label, 1, Sampling(1.0, 1.0, _ROOM // 2, length))
     executor = GradedAgentExecutor(agent, timeout_s, _NoFailure(0))
     (response,) = asyncio.run(executor.respond(request, tokenizer, _MadeEngine(tokenizer, completion)))
+    reward, score = graded(response.reward), graded(response.score)
     return (
         f"{completion!r} made as the answer to the first prompt, at each turn: turns {len(response.actions)}, reward "
-        f"{response.reward:g}, score {response.score:g}, {int((~response.sampled_T).sum())} tokens of the environment"
+        f"{reward:g}, score {score:g}, {int((~response.sampled_T).sum())} tokens of the environment"
     )
 
 

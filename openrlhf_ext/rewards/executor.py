@@ -193,12 +193,14 @@ class GradedExecutor:
 
 
 class GradedSingleTurnExecutor(GradedExecutor):
-    """One completion of the prompt, graded through a :class:`Grader` under a :class:`FailurePolicy`."""
+    """One completion of the prompt, graded through a :class:`Grader` under a :class:`FailurePolicy`; without one it
+    leaves without a grade, for a reward model to score with its batch."""
 
-    def __init__(self, grader: Grader, failures: FailurePolicy) -> None:
+    def __init__(self, grader: Grader | None, failures: FailurePolicy) -> None:
         super().__init__(failures)
         self._grader = grader
-        grader.start()
+        if grader is not None:
+            grader.start()
 
     async def respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> list[Response]:
         """See :class:`GradedExecutor`; a prompt that leaves no room is cut from the left, as OpenRLHF does it."""
@@ -219,24 +221,32 @@ class GradedSingleTurnExecutor(GradedExecutor):
         with self._counted():
             completion = (await engine.generate(ids, params)).outputs[0]
             tokens = [*ids, *completion.token_ids]
-            query = tokenizer.decode(tokens, skip_special_tokens=False)
-            text = tokenizer.decode(_without_end(completion), skip_special_tokens=False)
-            grading = self._grader.grade(query, request.prompt, request.label, text)
-            grade = await self._settle(grading, request.prompt, lambda: text, request.label)
+            grade = await self._grade(request, tokens, completion, tokenizer)
         start = len(ids)
         return Response(
             tokens_S=np.array(tokens, dtype=np.int32),
             logprobs_T=np.array(completion.logprobs.logprobs, dtype=np.float32),
             actions=((start, len(tokens)),),
             versions=tuple((version, start + a, start + b) for version, a, b in completion.weight_versions),
-            reward=grade.reward,
-            score=grade.score,
+            reward=None if grade is None else grade.reward,
+            score=None if grade is None else grade.score,
             truncated=completion.finish_reason == "length",
-            extra_logs=grade.extra_logs,
+            extra_logs={} if grade is None else grade.extra_logs,
         )
 
+    async def _grade(
+        self, request: GroupRequest, tokens: list[int], completion: Any, tokenizer: Any
+    ) -> RewardResult | None:
+        if self._grader is None:
+            return None
+        query = tokenizer.decode(tokens, skip_special_tokens=False)
+        text = tokenizer.decode(_without_end(completion), skip_special_tokens=False)
+        grading = self._grader.grade(query, request.prompt, request.label, text)
+        return await self._settle(grading, request.prompt, lambda: text, request.label)
+
     async def aclose(self) -> None:
-        await self._grader.aclose()
+        if self._grader is not None:
+            await self._grader.aclose()
 
 
 def _without_end(completion: Any) -> list[int]:
@@ -246,8 +256,10 @@ def _without_end(completion: Any) -> list[int]:
 
 
 def make_executor(options: Reward) -> Callable[[], GradedSingleTurnExecutor]:
-    """A picklable factory that builds the executor inside the rollout engine's process. Raises ValueError."""
-    open_grader(options)  # a wrong address fails here, not inside a Ray actor
+    """A picklable factory that builds the executor inside the rollout engine's process; without ``reward.remote_url``
+    one that does not grade. Raises ValueError."""
+    if options.remote_url is not None:
+        open_grader(options)  # a wrong address fails here, not inside a Ray actor
     return partial(_build_executor, options)
 
 
@@ -266,4 +278,4 @@ def open_grader(options: Reward) -> Grader:
 
 def _build_executor(options: Reward) -> GradedSingleTurnExecutor:
     policy = FailurePolicy(options.max_failures, options.failure_value)
-    return GradedSingleTurnExecutor(open_grader(options), policy)
+    return GradedSingleTurnExecutor(None if options.remote_url is None else open_grader(options), policy)

@@ -125,13 +125,14 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Response:
-    """One graded completion.
+    """One completion and its grade.
 
     Attributes:
         tokens_S: int32 prompt and completion, and for agents the observations in between.
         logprobs_T: fp32 log-probs that the engine sampled the completion tokens with; None if it does not tell.
         actions: [start, stop) ranges of the completion tokens in ``tokens_S``, in order.
         versions: which weights sampled what, as ranges of ``tokens_S``; empty if that is not known.
+        reward, score: None until a reward model has scored the batch; any other grade comes with the completion.
         truncated: cut at the length limit without end of sequence.
         extra_logs: the reward function's own numbers, and ``reward_failed``.
         from_guide: sampled by the guide, whose weights have no versions that count.
@@ -141,8 +142,8 @@ class Response:
     logprobs_T: np.ndarray | None
     actions: tuple[tuple[int, int], ...]
     versions: tuple[Span, ...]
-    reward: float
-    score: float
+    reward: float | None
+    score: float | None
     truncated: bool
     extra_logs: dict[str, float]
     from_guide: bool = False
@@ -184,6 +185,13 @@ class Response:
             tokens_S, logprobs, actions, tuple(versions), float(answer["reward"]), float(answer["scores"]),
             bool(answer.get("truncated", False)), {name: float(value) for name, value in answer["extra_logs"].items()},
         )  # fmt: skip
+
+
+def graded(number: float | None) -> float:
+    """A completion's reward or score. Raises ValueError: a reward model has yet to score it."""
+    if number is None:
+        raise ValueError("a completion is not graded: a reward model scores whole batches, before they are shaped")
+    return number
 
 
 def _cut(spans: Iterable[tuple[int, int]], length: int) -> Iterable[tuple[int, int]]:

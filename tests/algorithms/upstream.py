@@ -36,7 +36,7 @@ def upstreams(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, torch
     return torch.load(folder / "results.pt", weights_only=True)
 
 
-def _without_kernels() -> None:
+def without_kernels() -> None:
     for name in ("deepspeed", "flash_attn"):
         if name not in sys.modules:
             sys.meta_path.insert(0, _Empty(name))
@@ -115,5 +115,5 @@ def run(case: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    _without_kernels()
+    without_kernels()
     torch.save([run(case) for case in torch.load(sys.argv[1], weights_only=True)], sys.argv[2])

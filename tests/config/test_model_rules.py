@@ -196,3 +196,85 @@ def test_the_placement_and_the_printed_configuration(load: Callable[..., Any], t
         config = load(*GUIDE, *words)
         shown = yaml.safe_load(format_config(config))
         assert ("num_gpus_per_node" in shown["guide"]) == bool(words) and config.guide_ranks == ranks
+
+
+# ---- a reward model --------------------------------------------------------------------------------------------------
+
+
+REWARD = ("--reward.remote_url", "null", "--reward.model_name_or_path", "rm", "--reward.num_gpus_per_node", "2")
+GAE = ("--algo.advantage.estimator", "gae", "--critic.num_gpus_per_node", "2")
+
+
+def test_a_reward_model_is_there_only_without_another_source_of_rewards(load, run_dir):
+    write_model(run_dir / "rm")
+    config = load(*REWARD, *GAE)
+    assert (config.has_reward_model, config.reward_ranks, config.training_ranks) == (True, 2, 6)
+    assert config.critic_model.endswith("/rm") and config.warnings == ()
+    assert "reward model: 2 ranks, laid out as the policy, on GPUs of their own, from " in placement_table(config)
+    beside = load(*REWARD[2:], *GAE)
+    assert (beside.has_reward_model, beside.reward_ranks) == (False, 0) and beside.critic_model.endswith("/model")
+    assert any("reward.model_name_or_path has no effect" in said and "remote_url" in said for said in beside.warnings)
+    shared = load(*REWARD, *GAE, "--train.colocate_critic_reward")
+    assert shared.critic_shares_with_reward and "on GPUs of the critic" in placement_table(shared)
+    assert (config.training_gpus, shared.training_gpus, shared.training_ranks) == (6, 4, 6)
+    everything = load(*REWARD, *GAE, "--train.colocate_all", "--vllm.num_engines", "2", "--reward.offload")
+    assert everything.training_gpus == 2 and not everything.critic_shares_with_reward
+    (idle,) = load(*REWARD, "--reward.timeout_s", "7").warnings
+    assert idle.startswith("reward.timeout_s has no effect: got 7, and reward.model_name_or_path grades")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--reward.num_gpus_per_node", "3", "--megatron.tensor_parallel_size", "2"), "got 3 and 2; use another"),
+        ((*GAE, "--reward.num_gpus_per_node", "1", "--train.colocate_critic_reward"), "got 2 and 1; make them equal"),
+        (("--reward.num_gpus_per_node", "4", "--train.colocate_all", "--vllm.num_engines", "2"),
+         "whose GPUs the reward model shares: got 4 and 2"),
+        (("--algo.dynamic_filtering_enable",), "algo.dynamic_filtering_enable needs rewards that come with"),
+        (("--eval.dataset", "train.jsonl"), "eval.dataset needs rewards that come with the responses"),
+    ],
+)  # fmt: skip
+def test_where_a_reward_model_goes_and_what_it_cannot_grade(problems, run_dir, words, message):
+    write_model(run_dir / "rm")
+    (found,) = problems(*REWARD, *words)
+    assert message in found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 50}, "must know the tokens of the policy: its vocabulary has 50"),
+        ({"max_position_embeddings": 64}, "256 > 64 tokens of the model of reward.model_name_or_path"),
+        ({"model_type": "mixtral"}, "mixtral"),
+        ({"mean": 0.5}, "std"),
+        ({"mean": 0.5, "std": 0}, "std must be a number above 0"),
+    ],
+)
+def test_a_reward_model_that_cannot_be_used(problems, run_dir, change, message):
+    write_model(run_dir / "rm", **change)
+    (found,) = problems(*REWARD, "--reward.normalize_enable")
+    assert message in found
+
+
+def test_a_reward_model_gets_the_policys_tokens(load, problems, run_dir):
+    more = {**TOKENIZER, "added_tokens": [*TOKENIZER["added_tokens"], {**TOKENIZER["added_tokens"][0], "id": 4}]}
+    write_model(run_dir / "rm", more)
+    assert problems(*REWARD) == [], "tokens of its own are never read"
+    other = {**TOKENIZER, "model": {**TOKENIZER["model"], "vocab": {"b": 0, "a": 1, "ab": 2}}}
+    write_model(run_dir / "rm", other)
+    (message,) = problems(*REWARD)
+    assert "2 token ids mean different tokens, id 0 is 'a' and 'b'" in message and "reward.remote_url" in message
+
+
+def test_what_normalizing_changes(load, run_dir):
+    write_model(run_dir / "rm")
+    (said,) = load(*REWARD, "--reward.normalize_enable").warnings
+    assert said.endswith("changes nothing for reward.model_name_or_path, whose config.json has no mean and std")
+    write_model(run_dir / "rm", mean=0.5, std=2)
+    assert load(*REWARD, "--reward.normalize_enable").warnings == ()
+    write_model(run_dir / "own")
+    own = ("--critic.model_name_or_path", "own", "--reward.normalize_enable")
+    (critic,) = load(*REWARD, *GAE, *own).warnings
+    assert "changes nothing for critic.model_name_or_path" in critic
+    (policy,) = load(*GAE, "--reward.normalize_enable").warnings
+    assert "changes nothing for actor.model_name_or_path" in policy

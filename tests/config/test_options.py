@@ -125,7 +125,6 @@ def test_refusals_name_the_option_to_use_instead():
         ("ds.param_dtype", "megatron.param_dtype"),
         ("ds.ring_attn_size", "megatron.context_parallel_size"),
         ("ds.zero_stage", "megatron.distributed_optimizer_enable"),
-        ("reward.model_name_or_path", "reward.remote_url"),
     ):
         assert ours in table[name].unsupported.instead
 

@@ -16,7 +16,7 @@ from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
 from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.driver.experience import ExperienceMaker, in_group_order, training_shards
 from openrlhf_ext.driver.rollouts import Group, Prompt
-from openrlhf_ext.driver.scoring import KLCoefficient, Scorer, deal
+from openrlhf_ext.driver.scoring import KLCoefficient, RewardScorer, Scorer, deal
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
 from tests.driver.simulated import response
 from tests.ranks.helpers import LocalGroup, get
@@ -136,6 +136,32 @@ def test_shown_completions_hold_the_label_and_what_the_environment_wrote() -> No
     assert two["logprobs"] == pytest.approx([-0.5, 0, 0, -0.6, 0]) and two["loss_mask"] == [1, 0, 0, 1, 0]
     assert two["entropies"] == pytest.approx([1.0, 0, 0, 1.2, 0]) and two["advantages"][1:3] == [0, 0]
     assert "environment" not in plain and labeled[0]["label"] == {"answer": ["x", 2]}
+
+
+def test_a_reward_model_grades_completions_that_have_no_grade() -> None:
+    """The grade is of the whole sequence, and everything that reads a reward gets it; the group's does not change."""
+    made = maker(KLCoefficient(0.5))
+    ends = LocalGroup(2, 1, forward=lambda batch: batch.lengths_B.float().numpy() - 4)  # one token was added
+    made.reward = RewardScorer(Scorer(ends, "forward", 2))
+    groups = [
+        Group(group.prompt, [dataclasses.replace(one, reward=None, score=None) for one in group.responses])
+        for group in (graded(1), graded(0))
+    ]
+    longer = groups[0].responses[1]
+    groups[0].responses[1] = dataclasses.replace(longer, tokens_S=np.append(longer.tokens_S, np.int32(7)), versions=())
+    experience = made.make(groups, version=4, get=get, shown=0)
+    lengths = [[len(one.tokens_S) for one in group.responses] for group in experience.groups]
+    assert [[one.reward for one in group.responses] for group in experience.groups] == [
+        [length - 3.0 for length in group] for group in lengths
+    ]
+    assert [group.prompt.number for group in experience.groups] == [0, 1]
+    rewards = [one.reward for group in experience.groups for one in group.responses]
+    assert [sample["reward"] for sample in experience.samples] == [sample["score"] for sample in experience.samples]
+    assert sorted(sample["reward"] for sample in experience.samples) == sorted(rewards) and len(set(rewards)) > 1
+    assert experience.metrics["reward/mean"] == experience.metrics["accuracy/mean"] == pytest.approx(np.mean(rewards))
+    assert groups[0].responses[0].reward is None
+    with pytest.raises(ValueError, match="a completion is not graded"):
+        maker(KLCoefficient(0.5)).make(groups, version=4, get=get)
 
 
 def test_a_resumed_run_goes_on_with_its_count_of_batches_and_its_coefficient() -> None:

@@ -81,7 +81,7 @@ class World:
     def make(self, groups: list[Group], version: int, get: Any, shown: int | None) -> Experience:
         self.tell("score")
         self.told[-1] = f"score {[group.prompt.number for group in groups]} at {version}"
-        return Experience(["shard"], batch=None, old=None, metrics={"tokens/generated": 8.0})
+        return Experience(["shard"], batch=None, old=None, metrics={"tokens/generated": 8.0}, groups=groups)
 
     def old_logprobs(self, batch: Any, get: Any) -> LogprobEntropy:
         """A token's entropy is a tenth of its id."""

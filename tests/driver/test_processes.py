@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 
-from openrlhf_ext.config import load_config
+from openrlhf_ext.config import ConfigError, load_config
 from openrlhf_ext.driver import processes
+from openrlhf_ext.driver.preflight import findings
 from openrlhf_ext.driver.processes import AuxiliaryModels
-from openrlhf_ext.driver.settings import check_frozen_steps, critic_settings, policy_path, policy_settings
+from openrlhf_ext.driver.settings import (
+    check_frozen_steps,
+    critic_settings,
+    policy_path,
+    policy_settings,
+    reward_settings,
+)
 from tests.driver.simulated import run_config
 from tests.e2e.jobs import Task
 from tests.models import make_tiny_model, make_tiny_policy
@@ -101,6 +108,23 @@ def test_the_experience_maker_gets_only_what_the_run_needs(task):
     assert (parts["kl"].value, parts["kl"].target, parts["kl"].horizon) == (0.1, 0.2, 10000)
     parts = AuxiliaryModels(frozen={"reference": "own"}).experience_parts(config, policy="policy")
     assert (parts["reference"].group, parts["reference"].method) == ("own", "forward")
+
+
+def test_a_reward_model_is_laid_out_as_the_policy_and_the_critic_starts_from_it(task):
+    reward = {
+        "reward__model_name_or_path": task.folder / "policy", "reward__remote_url": "null",
+        "reward__num_gpus_per_node": 4, "reward__normalize_enable": "true", "ds__value_head_prefix": "head",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="has no value head head.weight"):
+        load_config(task.options("out", **GAE, **reward), more_rules=findings)
+    config = load_config(task.options("out", **GAE, **reward))
+    policy = policy_settings(config, steps=10)
+    settings, critic = reward_settings(config, policy), critic_settings(config, policy, steps=10)
+    assert (settings.layout.tensor_parallel_size, settings.layout.data_parallel_size) == (2, 2)
+    assert settings.optimizer is None and (settings.value_head, settings.normalize_values) == ("head", True)
+    assert critic.model_path == settings.model_path == str(task.folder / "policy") and critic.normalize_values
+    scorer = AuxiliaryModels(reward="own").experience_parts(config, policy="policy")["reward"].values
+    assert (scorer.group, scorer.method, scorer.replicas) == ("own", "forward", 2)
 
 
 PROBE = {"weight_sync/probe_diff": 0.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,9 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import checkpoints, guard, job
 from openrlhf_ext.driver.checkpoints import plain_options
 from openrlhf_ext.driver.data import PromptData
+from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.reporting import EventLog
+from tests.driver.simulated import response
 
 
 def save(store: CheckpointStore, step: int) -> Path:
@@ -246,3 +249,12 @@ def test_a_run_that_starts_anew_moves_the_final_model_of_another_aside(tmp_path,
             assert f"{folder} holds the final model of an earlier run, which is moved to {aside}" in caplog.text
             for name in model:
                 write_file(folder, name, [name.encode()])
+
+
+def test_completions_that_wait_for_a_reward_model_still_do_when_a_run_goes_on():
+    made = dataclasses.replace(response("text", 3, 3), reward=None, score=None)
+    plain, arrays = checkpoints.plain_groups([Group(Prompt(5, "text", None), [made])])
+    (group,) = checkpoints.groups_from_plain(json.loads(json.dumps(plain)), arrays)
+    (again,) = group.responses
+    assert (again.reward, again.score, group.prompt.number) == (None, None, 5)
+    assert np.array_equal(again.tokens_S, made.tokens_S) and np.array_equal(again.logprobs_T, made.logprobs_T)

@@ -1,7 +1,9 @@
-"""OpenRLHF's PPO with a critic and KL penalties to a reference train on an agent's rollouts, by the whole stack."""
+"""OpenRLHF's PPO with a critic and KL penalties to a reference train on an agent's rollouts, by the whole stack; and
+with a reward model in the place of the agent."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -10,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf_ext.reporting import is_documented
 from openrlhf_ext.reporting.lines import read_lines
-from tests.e2e.jobs import JOB_S, Task
+from tests.e2e.jobs import JOB_S, ONE_RANK, Job, Task
+from tests.models import make_reward_model, make_tiny_policy
 
 pytestmark = pytest.mark.e2e
 
@@ -98,3 +101,41 @@ def test_the_saved_critic_loads_in_transformers(task):
     )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.score.weight.abs().max() > 0
+
+
+# ---- a reward model
+
+
+# critic and reward model take turns on one GPU, the policy samples while it trains
+REWARD = {
+    **ONE_RANK, "algo__advantage__estimator": "gae", "algo__advantage__lambd": 0.95, "actor__adam__lr": 3e-3,
+    "actor__lr_scheduler": "constant",
+    "rollout__n_samples_per_prompt": 8,
+    "train__batch_size": 64, "train__max_staleness": 1, "critic__num_gpus_per_node": 1, "critic__adam__lr": 1e-3,
+    "critic__save_value_network": "true", "reward__num_gpus_per_node": 1, "reward__remote_url": "null",
+    "reward__normalize_enable": "true", "reward__offload": "true", "train__colocate_critic_reward": "true",
+}  # fmt: skip
+
+
+def test_a_reward_model_grades_and_both_policy_and_critic_learn(tmp_path):
+    task = Task.make(tmp_path, prompts=128)
+    make_tiny_policy(tmp_path / "lm", seed=3)
+    model = make_reward_model(tmp_path / "rm", tmp_path / "lm", mean=0.5, std=11.0)
+    job = Job(task.options("reward", **REWARD, reward__model_name_or_path=tmp_path / "rm"), tmp_path / "log")
+    assert job.finish() == 0, job.text[-6000:]
+    records = [record for record in task.metrics("reward") if record["step"]]
+    means = [record["reward/mean"] for record in records]
+    assert len(means) == 16 and sum(means[12:]) / 4 > sum(means[:4]) / 4 + 0.25
+    assert records[-1]["loss/value"] < records[0]["loss/value"] and records[-1]["staleness/max"] == 1
+    assert all(record["reward/failures"] == 0 for record in records)
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    samples = [record for _, record in read_lines(tmp_path / "reward/samples.jsonl")]
+    assert samples and {sample["step"] for sample in samples} >= {1, 16}
+    for sample in samples:
+        ids = tokenizer(sample["prompt"], add_special_tokens=False)["input_ids"] + sample["token_ids"]
+        with torch.no_grad():
+            score = model.score(model.model(torch.tensor([ids])).last_hidden_state[0, -1])
+        assert sample["reward"] == pytest.approx((score.item() - 0.5) / 11.0, abs=1e-5) == sample["score"]
+    critic = json.loads((tmp_path / "reward_critic/config.json").read_text())
+    assert (critic["mean"], critic["std"]) == (0.5, 11.0), "its values are normalized as the reward model's"

@@ -1,4 +1,5 @@
-"""What the ranks of the critic's test run: one critic per layout, compared with transformers by the parent."""
+"""What the ranks of the critic's test run: one critic or reward model per layout, compared with transformers by the
+parent."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from openrlhf_ext.driver.scoring import with_end
+from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
-from openrlhf_ext.megatron.critic import MegatronCritic, ValueTargets
+from openrlhf_ext.megatron.critic import MegatronCritic, ValueDecoder, ValueTargets
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.settings import ModelSettings
@@ -37,7 +40,7 @@ def critic_settings(case: dict, world_size: int) -> ModelSettings:
     optimizer = Critic(adam=CriticAdam(lr=LR, eps=EPS), lr_scheduler="constant", value_clip=case.get("clip", CLIP))
     return ModelSettings(
         case["model"], layout, megatron, Rollout(micro_batch_size=3), micro_batches(2, case.get("max_tokens")),
-        optimizer=optimizer, updates=4,
+        optimizer=None if "frozen" in case else optimizer, updates=4, normalize_values=case.get("normalize", False),
     )  # fmt: skip
 
 
@@ -47,19 +50,35 @@ def run_cases(cases: list[dict], batch: SequenceBatch, targets: ValueTargets) ->
     for case in cases:
         settings = critic_settings(case, dist.get_world_size() if dist.is_initialized() else case["world_size"])
         initialize_distributed(settings.layout, PATIENCE_S, 1234)
-        results.append(run_case(MegatronCritic(settings), batch, targets, case))
+        if "frozen" in case:
+            results.append(frozen(settings, batch))
+        else:
+            results.append(run_case(MegatronCritic(settings), batch, targets, case))
         parallel_state.destroy_model_parallel()
     return results
 
 
-def run_case(critic: MegatronCritic, batch: SequenceBatch, targets: ValueTargets, case: dict) -> dict:
+def own_rows(batch: SequenceBatch) -> list[int]:
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    rows = balance_rows(batch.lengths_B, replicas)[replica]
+    return balance_rows(batch.lengths_B, replicas)[replica]
+
+
+def frozen(settings: ModelSettings, batch: SequenceBatch) -> dict:
+    """A reward model's scores, or why it is none."""
+    try:
+        model, rows = ValueDecoder(settings), own_rows(batch)
+    except InputError as error:
+        return {"refused": str(error)}
+    return {"rows": rows, "scores": model.values(with_end(batch.select(rows)))}
+
+
+def run_case(critic: MegatronCritic, batch: SequenceBatch, targets: ValueTargets, case: dict) -> dict:
+    rows = own_rows(batch)
     mine, my_targets = batch.select(rows), targets.select(rows)
     if "load" in case:
         load_checkpoint(critic, Path(case["load"]) / "critic")
         return {"steps": [critic.train_step(mine, my_targets)]}
-    result = {"rows": rows, "values": critic.values(mine)}
+    result = {"rows": rows, "values": critic.values(mine), "scores": critic.values(with_end(mine))}
     result["start"] = {name: tensor.clone() for name, tensor in critic.export() if name.startswith("score")}
     if not case.get("distributed_optimizer", False):
         critic.accumulate_gradients(mine, my_targets)

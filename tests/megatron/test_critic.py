@@ -1,4 +1,4 @@
-"""The Megatron critic equals a transformers decoder with a linear head on one process, in every layout."""
+"""Megatron's critic and reward model equal a transformers decoder with a linear head on one process, in any layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.launch import launch
 from tests.megatron.critic_parity import CLIP, EPS, LR, STEPS
 from tests.megatron.reference import make_batch
 from tests.megatron.test_policy import relative
-from tests.models import make_tiny_model
+from tests.models import make_reward_model, make_tiny_model
 from tests.sequences import plain_rows
 
 LAYOUTS = [
@@ -27,8 +27,14 @@ LAYOUTS = [
 LAYOUTS += [
     {"name": "qwen3", "cp": 2, "tp": 2, "sp": True, "max_tokens": 40},
     {"name": "qwen2-tied", "pp": 2, "vp": 2, "distributed_optimizer": True, "max_tokens": 30},
-    {"name": "llama", "cp": 2, "pp": 2},
+    {"name": "llama", "cp": 2, "pp": 2, "normalize": True},
 ]
+REWARD = [  # frozen, as reward models are
+    {"name": "qwen3", "tp": 2, "pp": 2, "sp": True, "frozen": True},
+    {"name": "llama", "cp": 2, "tp": 2, "frozen": True, "normalize": True, "max_tokens": 40},
+    {"name": "language-model", "tp": 2, "frozen": True},
+]
+MEAN, STD = -0.4, 1.7  # of the scores, as config.json of a trained reward model says
 RESUMED = {"distributed_optimizer": True, "clip": None, "name": "resumed"}  # four data-parallel ranks
 FRESH = [{"name": "language-model", "tp": 2, "pp": 2}, {"name": "language-model"}]
 BF16 = {"name": "qwen2", "tp": 2, "dtype": "bf16", "distributed_optimizer": True}
@@ -41,13 +47,8 @@ def make_targets(batch) -> ValueTargets:
 
 
 def make_value_model(path, family: str, tied: bool):
-    """A sequence classifier of transformers, which is a decoder with a bias-free linear head called ``score``."""
     make_tiny_model(path / "lm", family, tied=tied)
-    model = AutoModelForSequenceClassification.from_pretrained(path / "lm", num_labels=1, dtype=torch.float32)
-    with torch.no_grad():
-        model.score.weight.copy_(torch.randn(model.score.weight.shape, generator=torch.Generator().manual_seed(9)))
-    model.save_pretrained(path / "critic")
-    return model
+    return make_reward_model(path / "critic", path / "lm", mean=MEAN, std=STD)
 
 
 def plain_values(model, batch) -> torch.Tensor:
@@ -58,7 +59,18 @@ def plain_values(model, batch) -> torch.Tensor:
     return torch.cat(by_row)
 
 
-def reference(model, batch, targets: ValueTargets, clip: float | None) -> dict:
+def plain_scores(model, batch) -> torch.Tensor:
+    """The head at the last token of each sequence; transformers' own pooling leaves out a last token that pads."""
+    with torch.no_grad():
+        states = [model.model(tokens[None]).last_hidden_state[0, -1] for tokens, _ in plain_rows(batch)]
+        return model.score(torch.stack(states)).squeeze(-1)
+
+
+def scaled(values: torch.Tensor, normalize: bool) -> torch.Tensor:
+    return (values - MEAN) / STD if normalize else values
+
+
+def reference(model, batch, targets: ValueTargets, clip: float | None, normalize: bool) -> dict:
     """Values, gradients and AdamW steps of transformers, one sequence at a time."""
     parameters = {name: p for name, p in model.named_parameters()}
     start = {name: p.detach().clone() for name, p in parameters.items()}
@@ -66,7 +78,7 @@ def reference(model, batch, targets: ValueTargets, clip: float | None) -> dict:
     result: dict = {"steps": []}
     for step in range(STEPS):
         optimizer.zero_grad()
-        values_N = plain_values(model, batch)
+        values_N = scaled(plain_values(model, batch), normalize)
         arguments = (values_N, targets.old_values_N, targets.returns_N)
         loss = value_loss(*arguments, clip=clip, tokens=targets.tokens)
         loss.backward()
@@ -95,14 +107,15 @@ def outcome(tmp_path_factory):
     models = {name: make_value_model(folder / name, *kind) for name, kind in families.items()}
     paths = {name: str(folder / name / "critic") for name in families}
     paths["language-model"] = str(folder / "qwen2-tied" / "lm")
-    cases = [{**case, "model": paths[case["name"]], "world_size": 4} for case in [*LAYOUTS, *FRESH, BF16]]
+    cases = [{**case, "model": paths[case["name"]], "world_size": 4} for case in [*LAYOUTS, *FRESH, BF16, *REWARD]]
     for case in cases:
         case |= {key: str(folder / key) for key in ("save", "checkpoint") if key in case}
     cases.append({"model": paths["qwen2"], **RESUMED, "load": str(folder / "checkpoint")})
-    expected = {
-        (case["name"], case.get("clip", CLIP)): reference(models[case["name"]], batch, targets, case.get("clip", CLIP))
-        for case in LAYOUTS
-    }
+    expected = {}
+    for case in LAYOUTS:
+        model, how = models[case["name"]], (case.get("clip", CLIP), case.get("normalize", False))
+        expected[case["name"], how[0]] = reference(model, batch, targets, *how)
+        expected[case["name"], "scores"] = plain_scores(model, batch)
     ranks = launch("tests.megatron.critic_parity", "run_cases", 4, cases=cases, batch=batch, targets=targets)
     return cases, ranks, expected, batch
 
@@ -124,6 +137,25 @@ def test_equals_transformers(outcome, index):
     assert set(first["weights"]) == set(wanted["weights"])
     for name, weight in first["weights"].items():
         assert torch.allclose(weight, wanted["weights"][name], atol=2e-5), name
+
+
+def test_scores_are_the_head_at_the_last_token(outcome):
+    cases, ranks, expected, _ = outcome
+    # a new critic's head is random
+    scored = [(i, case) for i, case in enumerate(cases) if case["name"] != "language-model" and "scores" in ranks[0][i]]
+    assert len(scored) == len(LAYOUTS) + 3
+    for index, case in scored:
+        exact = {"atol": 1e-5, "rtol": 1e-5} if case.get("dtype") != "bf16" else {"atol": 0.2, "rtol": 0.1}
+        wanted_B = scaled(expected[case["name"], "scores"], case.get("normalize", False))
+        for rank in ranks:
+            assert torch.allclose(rank[index]["scores"], wanted_B[rank[index]["rows"]], **exact), case
+
+
+def test_a_reward_model_has_a_head(outcome):
+    cases, ranks, _, _ = outcome
+    index = next(i for i, case in enumerate(cases) if case["name"] == "language-model" and "frozen" in case)
+    refused = ranks[0][index]["refused"]
+    assert "has no value head score.weight, without which a reward model's scores are random" in refused
 
 
 def test_continues_from_a_checkpoint_of_another_layout(outcome):
@@ -165,7 +197,7 @@ def test_a_saved_critic_is_a_sequence_classifier_of_transformers(outcome):
 
 def test_a_language_model_gets_a_small_value_head_that_every_layout_starts_with(outcome):
     cases, ranks, _, batch = outcome
-    layouts = [i for i, case in enumerate(cases) if case["name"] == "language-model"]
+    layouts = [i for i, case in enumerate(cases) if case["name"] == "language-model" and "frozen" not in case]
     heads = [ranks[0][i]["start"]["score.weight"] for i in layouts]
     assert torch.equal(*heads) and heads[0].std().item() == pytest.approx(1 / 65, rel=0.3)
     values = [torch.zeros(batch.responses.tokens) for _ in layouts]

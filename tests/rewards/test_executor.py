@@ -3,6 +3,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,15 +15,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.rewards.executor import GradedSingleTurnExecutor, HttpReward, make_executor, open_grader
 from openrlhf_ext.rewards.grading import FailurePolicy, RewardFailureLimit, RewardImportError, RewardResult
 from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
-from tests.patience import PATIENCE_S, SOONER_S
+from tests.models import make_reward_model, make_tiny_policy
+from tests.patience import PATIENCE_S, SOONER_S, until
 
 TAGGED = Path(__file__).parents[2] / "examples/python/reward_tagged_maths.py"
 REWARD_FILE = """
@@ -129,6 +134,14 @@ def test_a_completion_is_flat_arrays_and_its_grade(reward_path: Path) -> None:
     assert got.actions == ((4, 6),) and got.versions == ((3, 4, 6),) and not got.truncated
     assert (got.reward, got.score, got.sampled, got.span) == (1.5, 1.0, 2, 2)
     assert got.extra_logs == {"length": 2.0, "reward_failed": 0.0}
+
+
+def test_without_a_grader_a_completion_waits_for_a_reward_model() -> None:
+    executor = pickle.loads(pickle.dumps(make_executor(Reward())))()
+    (got,) = respond(executor, FakeEngine(["4$"]), 1)
+    asyncio.run(executor.aclose())
+    assert (got.reward, got.score, got.extra_logs) == (None, None, {}) and got.actions == ((4, 6),)
+    assert executor.take_failures() == []
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>", "<end_of_turn>"])
@@ -251,3 +264,38 @@ def test_other_addresses_are_refused(url: str) -> None:
 def test_settings_name_the_option_that_is_wrong() -> None:
     with pytest.raises(ValueError, match="--reward.remote_url"):
         open_grader(Reward(remote_url=" , "))
+
+
+# ---- OpenRLHF's own reward server
+
+
+def test_openrlhfs_reward_server_grades(tmp_path: Path) -> None:
+    """``openrlhf.cli.serve_rm`` as it is installed, and a whole response graded by it."""
+    make_tiny_policy(tmp_path / "policy")
+    model = make_reward_model(tmp_path / "rm", tmp_path / "policy").to(torch.bfloat16)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    words = ["--reward.model_name_or_path", tmp_path / "rm", "--ds.attn_implementation", "eager", "--host", "127.0.0.1"]
+    command = [sys.executable, "-m", "tests.rewards.serve_rm", *map(str, words), "--port", str(port)]
+    with (tmp_path / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+        try:
+            text = (tmp_path / "log").read_text
+            until(lambda: "Uvicorn running" in text() or server.poll() is not None, "the reward server is up")
+            tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+            (got,) = asyncio.run(graded_by_server(f"http://127.0.0.1:{port}/get_reward", tokenizer))
+        finally:
+            server.terminate()
+    tokens = torch.from_numpy(got.tokens_S).long()[None]
+    with torch.no_grad():
+        score = model.score(model.model(tokens).last_hidden_state[0, -1]).item()
+    assert got.reward == got.score == pytest.approx(score, abs=0.05), text()
+    assert got.extra_logs == {"dummy_scores": got.reward, "reward_failed": 0.0}
+
+
+async def graded_by_server(url: str, tokenizer: Any) -> list[Any]:
+    executor = make_executor(Reward(remote_url=url))()
+    try:
+        return await executor.respond(request(), tokenizer, FakeEngine(["4<|im_end|>"], tokenizer=tokenizer))
+    finally:
+        await executor.aclose()

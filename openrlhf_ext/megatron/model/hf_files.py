@@ -296,7 +296,20 @@ def _listed(names: list[str]) -> str:
 
 
 def new_value_head(shape: ModelShape, checkpoint: HFCheckpoint) -> set[str]:
+    """The value head that a critic gets and the checkpoint lacks."""
     return set() if shape.value_head is None else {f"{shape.value_head}.weight"} - checkpoint.names
+
+
+def require_value_head(shape: ModelShape, checkpoint: HFCheckpoint) -> None:
+    """Raises InputError: the checkpoint of a reward model has no value head, and its scores would be random."""
+    if not new_value_head(shape, checkpoint):
+        return
+    heads = [name for name in sorted(checkpoint.names) if checkpoint.header(name)[0] == (1, shape.hidden_size)]
+    others = "".join(f", or set ds.value_head_prefix {name.removesuffix('.weight')}" for name in heads)
+    raise InputError(
+        f"{checkpoint.path} has no value head {shape.value_head}.weight, without which a reward model's scores are "
+        f"random; give a trained reward model (a sequence classifier with one label){others}"
+    )
 
 
 def unaccounted_parameters(

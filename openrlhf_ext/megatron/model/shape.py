@@ -23,7 +23,7 @@ from openrlhf_ext.inputs import (
 from openrlhf_ext.megatron.families import family_of
 from openrlhf_ext.megatron.model.family import Family, rope_settings, rope_type
 
-__all__ = ["ModelShape", "read_model_shape", "read_value_shape"]
+__all__ = ["ModelShape", "read_model_shape", "read_value_scale", "read_value_shape"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ModelShape:
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
-    value_head: str | None = None  # a critic: HF name of the value head that replaces the vocabulary projection
+    value_head: str | None = None  # of a critic or reward model: HF name, in the place of the vocabulary projection
 
     @property
     def family(self) -> Family:
@@ -71,12 +71,22 @@ def read_model_shape(model_path: str | Path) -> ModelShape:
 
 
 def read_value_shape(model_path: str | Path, value_head: str) -> ModelShape:
-    """The checkpoint's decoder with a value head, as a critic builds it; embeddings have nothing to be tied to. An
-    entry ``value_head_prefix`` of ``config.json`` wins over the given HF name of the head."""
+    """The checkpoint's decoder with a value head, as critics and reward models build it; embeddings have nothing to be
+    tied to. An entry ``value_head_prefix`` of ``config.json`` wins over the given HF name of the head."""
     config = _config(model_path)
     check(config, str(_config_path(model_path)), {}, {"value_head_prefix": TEXT})
     prefix = config.get("value_head_prefix", value_head)
     return replace(_shape(config, model_path), tied_embeddings=False, value_head=prefix)
+
+
+def read_value_scale(model_path: str | Path) -> tuple[float, float] | None:
+    """``mean`` and ``std`` of a reward model's ``config.json``, by which ``reward.normalize_enable`` divides; None: it
+    has neither. Raises InputError: only one is there, or they are no mean and std."""
+    config, path = _config(model_path), _config_path(model_path)
+    if "mean" not in config and "std" not in config:
+        return None
+    check(config, str(path), {"mean": NUMBER, "std": _POSITIVE})
+    return float(config["mean"]), float(config["std"])
 
 
 def _config_path(model_path: str | Path) -> Path:
@@ -103,6 +113,7 @@ _DIMENSIONS = {
     "num_attention_heads": _up_to(2**12),
     "vocab_size": _up_to(2**22),
 }
+_POSITIVE = Kind("a number above 0", lambda value: NUMBER.holds(value) and value > 0)
 _REQUIRED = _DIMENSIONS | {"rms_norm_eps": NUMBER, "rope_theta": NUMBER, "tie_word_embeddings": FLAG}
 _OPTIONAL = {
     "num_key_value_heads": or_null(_up_to(2**12)),

@@ -236,7 +236,7 @@ class Critic(Section):
     max_norm: Float = option(1.0, "global gradient norm of the critic is clipped to this; 0 = no clipping", ge=0)
     model_name_or_path: str | None = option(None,
         "folder or hub name of the critic's checkpoint, with a value head (ds.value_head_prefix) or without; null = "
-        "actor.model_name_or_path", path="input")
+        "the reward model's, or actor.model_name_or_path where there is none", path="input")
 
 
 class Ref(Section):
@@ -287,6 +287,13 @@ class Megatron(Section):
         "megatron.recompute=selective": ("recompute_modules",),
         "megatron.recompute=full": ("recompute_method", "recompute_num_layers")}
 
+    layout: Literal["auto", "given"] = added("auto",
+        "auto = tensor, pipeline and context parallelism, and recomputation, are chosen where they are not given, so "
+        "that all models fit on their GPUs; 1 everywhere if that fits, and on CPU. given = as they are written",
+        default_text="auto, or given where one of these sizes is")
+    gpu_memory_gib: Float | None = added(None,
+        "memory of a GPU of the run, GiB, for megatron.layout auto and for a dry run's sum", gt=0,
+        default_text="that of this machine's GPU; a dry run without one takes an H100's")
     tensor_parallel_size: Int = added(1, "ranks that share every layer (attention heads, MLP, vocabulary)", ge=1)
     pipeline_parallel_size: Int = added(1, "pipeline stages; layers are spread evenly over them", ge=1)
     context_parallel_size: Int = added(1,
@@ -368,13 +375,13 @@ class Lora(Section):
 class DeepSpeed(Section):
     """Options of OpenRLHF's DeepSpeed backend."""
 
-    needs = {"algo.advantage.estimator=gae": ("value_head_prefix",)}
+    needs = {"algo.advantage.estimator=gae | reward.model_name_or_path": ("value_head_prefix",)}
 
     use_universal_ckpt: bool = no_meaning(False, "DeepSpeed's universal checkpoint", why=_NO_DEEPSPEED,
         instead="use ckpt.save_hf for a checkpoint that every layout can load")
     zero_stage: Int = no_meaning(2, "ZeRO stage", why=_NO_DEEPSPEED,
-        instead="use megatron.distributed_optimizer_enable to shard optimizer states, and "
-        "megatron.tensor_parallel_size / megatron.pipeline_parallel_size to shard parameters")
+        instead="megatron.distributed_optimizer_enable shards optimizer states, and megatron.layout auto cuts the "
+        "parameters where they do not fit whole; both are the default")
     deepcompile: bool = no_meaning(False, "DeepCompile", why=_NO_DEEPSPEED, instead="leave it out")
     param_dtype: Literal["bf16", "fp16"] = no_meaning("bf16", "data type of the parameters", why=_NO_DEEPSPEED,
         instead="use megatron.param_dtype (bf16 or fp32)")
@@ -409,4 +416,5 @@ class DeepSpeed(Section):
     ring_attn_head_stride: Int = no_meaning(1, "heads per step of ring attention", why=_NO_DEEPSPEED,
         instead="use megatron.context_parallel_size")
     value_head_prefix: str = option("score",
-        "name of the critic's value head in checkpoints; value_head_prefix of its config.json comes first")
+        "name of the value head in checkpoints of critic and reward model; value_head_prefix of their config.json "
+        "comes first")

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from openrlhf_ext.options import Float, Int, Reason, Section, Violation, added, no_meaning, not_yet, option
-
-_REWARD_MODEL: Reason = {
-    "why": "reward models are not run, rewards come from a function, a server or an agent",
-    "instead": "use reward.remote_url (a .py file with reward_func, or http URLs) or train.agent_func_path",
-}
-
+from openrlhf_ext.options import Float, Int, Section, Violation, added, no_meaning, option
 
 # an option has its default, its meaning and its bounds, as in a table
 # fmt: off
@@ -85,11 +79,15 @@ class Reward(Section):
     """Where rewards come from, and what happens when grading fails."""
 
     needs = {"reward.overlong_buffer_len": ("overlong_penalty_factor",),
-        "reward.model_name_or_path": ("num_nodes", "num_gpus_per_node", "normalize_enable", "offload")}
+        "reward.model_name_or_path": ("num_nodes", "num_gpus_per_node", "offload"),
+        "reward.model_name_or_path | algo.advantage.estimator=gae": ("normalize_enable",)}
 
-    num_nodes: Int = option(1, "nodes of the reward model", ge=1)
-    num_gpus_per_node: Int = option(8, "GPUs per node of the reward model", ge=1)
-    normalize_enable: bool = option(False, "normalize the reward model's output by mean and std of its config.json")
+    num_nodes: Int = option(1, "nodes of the reward model", ge=1, le=2**13)
+    num_gpus_per_node: Int = option(8,
+        "reward model ranks per node: one per GPU, or one per process on CPU; laid out as the policy's", ge=1, le=2**8)
+    normalize_enable: bool = option(False,
+        "subtract mean and divide by std of config.json: the rewards of the reward model, and the values of the critic "
+        "by those of its own checkpoint; without effect where config.json has none")
     clip_range: tuple[Float, Float] | None = option(None,
         "LOW HIGH that rewards are clipped to after the estimator's baseline; sets its reward_clip",
         default_text="-10 10 with OpenRLHF's own estimators")
@@ -101,11 +99,13 @@ class Reward(Section):
     stop_properly_penalty_coef: Float | None = option(None,
         "reward of truncated responses: times this (0 to 1), or this where it is negative; null = as the others; sets "
         "stop_properly of the estimator", le=1)
-    model_name_or_path: str | None = not_yet(None, "checkpoint of a reward model", **_REWARD_MODEL)
+    model_name_or_path: str | None = option(None,
+        "folder or hub name of a reward model (a sequence classifier with one label, of the policy's tokens), which "
+        "scores whole batches in the place of reward.remote_url or an agent (docs/algorithms.md)", path="input")
     remote_url: str | None = option(None,
         "where responses are graded: a .py file that defines reward_func(queries, prompts, labels), which gets "
         "completions too if it takes them, or the http(s) URLs of reward servers, separated by commas", path="input")
-    offload: bool = option(False, "keep the reward model in host memory between uses")
+    offload: bool = option(False, "keep the reward model's weights in host memory while it has nothing to score")
     timeout_s: Float = added(30,
         "longest time one call of the reward function, one request to a reward server, or what an agent awaits "
         "between two generations may take, seconds", gt=0)

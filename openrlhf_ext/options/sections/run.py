@@ -33,11 +33,13 @@ class Train(Section):
     needs = {"!train.dynamic_batch_enable": ("micro_batch_size",),
         "train.async_enable": ("async_queue_size", "partial_rollout_enable"),
         "train.max_staleness | train.async_enable": ("late_groups",),
-        "train.enable_ema": ("ema_beta",), "reward.model_name_or_path": ("colocate_critic_reward",)}
+        "train.enable_ema": ("ema_beta",), "reward.model_name_or_path": ("colocate_critic_reward",),
+        "algo.advantage.estimator=gae": ("colocate_critic_reward",)}
 
     colocate_actor_ref: bool = option(False,
         "keep the reference model with the policy's ranks (in their host memory) although ref.num_* is set")
-    colocate_critic_reward: bool = option(False, "share GPUs between critic and reward model")
+    colocate_critic_reward: bool = option(False,
+        "share GPUs between critic and reward model, one rank of each on every GPU")
     colocate_all: bool = option(False,
         "policy ranks and engine workers share GPUs, one of each on every GPU (docs/modes.md); see ds.enable_sleep "
         "and vllm.enable_sleep")

@@ -332,6 +332,7 @@ def in_flight(layout: ParallelLayout, stage: int, micro_batches: int) -> int:
 # ---- moments of a run -----------------------------------------------------------------------------------------------
 
 _CONTEXTS = "CUDA contexts and NCCL (estimate)"
+_WORKING = ("activations", "fragments (estimate)", "head: workspace, hidden states and their gradient")
 _FRAGMENTS = 0.1
 """Of the activations: what torch's allocator loses to fragments. An estimate."""
 
@@ -412,6 +413,11 @@ class Moment:
         return sum(self.parts.values())
 
     @property
+    def standing(self) -> Moment:
+        """What of it is there before anything is computed."""
+        return Moment(self.doing, {name: size for name, size in self.parts.items() if name not in _WORKING})
+
+    @property
     def largest(self) -> str:
         return max(self.parts, key=lambda name: self.parts[name])
 
@@ -474,35 +480,61 @@ def param_bytes(megatron: Megatron) -> int:
 
 @dataclass(frozen=True)
 class Trained:
-    """The models that are trained, with what the fullest ranks of each hold: states, and what training adds to them."""
+    """The models that are trained, with what the fullest ranks of each hold: states, and what training adds to them;
+    ``frozen``: bytes of those that only score, by name, where they have ranks of their own."""
 
     policy: TrainedModel
     critic: TrainedModel | None
     policy_parts: tuple[Parts, Parts]
     critic_parts: tuple[Parts, Parts] | None
+    frozen: Parts
 
 
-def trained(config: RunConfig, work: Workload, policy: TrainedModel, critic: TrainedModel | None) -> Trained:
+def trained(
+    config: RunConfig, work: Workload, policy: TrainedModel, critic: TrainedModel | None, frozen: Parts | None = None
+) -> Trained:
     critic_parts = None if critic is None else _heaviest(config, work, critic)
-    return Trained(policy, critic, _heaviest(config, work, policy), critic_parts)
+    return Trained(policy, critic, _heaviest(config, work, policy), critic_parts, frozen or {})
+
+
+def frozen_weights(config: RunConfig, shape: ModelShape, ranks: int) -> int:
+    """Bytes on the fullest of the own ranks of a model that only scores; it is laid out as the policy."""
+    layout, options = config.layout_on(ranks), StateOptions(param_bytes(config.megatron), distributed=False)
+    stages = range(layout.pipeline_parallel_size)
+    return max(rank_states(shape, layout, stage, options).weights for stage in stages)
 
 
 def moments(
-    config: RunConfig, engine: Parts, policy: tuple[Parts, Parts], critic: tuple[Parts, Parts] | None = None
+    config: RunConfig,
+    engine: Parts,
+    policy: tuple[Parts, Parts],
+    critic: tuple[Parts, Parts] | None = None,
+    frozen: Parts | None = None,
 ) -> tuple[Moment, ...]:
-    """The fullest GPU at each time; engines and a critic may be on GPUs of their own.
+    """The fullest GPU at each time; engines, a critic and frozen models may be on GPUs of their own.
 
     The engine's worker is awake; a model's parts are states, and what training adds to them, of the fullest ranks.
     """
+    beside = {f"weights of the {name}": size for name, size in (frozen or {}).items()}
     staging = 2 * config.weight_sync.bucket_mib << 20
     (states, working), (critic_states, critic_working) = policy, critic or ({}, {})
-    if not config.train.colocate_all:
+    if not config.engines_share_gpus:
         buffers = {"buffers of the weight sync": staging}
         sampling = {**engine, **buffers, _CONTEXTS: RESERVE_BYTES // 2}  # of one process
         found = [Moment("sampling", sampling)]
-        found.append(Moment("training", {**states, **working, **buffers, _CONTEXTS: RESERVE_BYTES}))
+        training = {**states, **working, **buffers, _CONTEXTS: RESERVE_BYTES}
+        if config.train.colocate_all:  # who trains or scores is on the policy's GPUs, and stays there
+            of_critic = {f"{name} of the critic": size for name, size in {**critic_states, **critic_working}.items()}
+            return (*found, Moment("training", {**training, **of_critic, **beside}))
+        found.append(Moment("training", training))
         if critic is not None:
-            found.append(Moment("training the critic", {**critic_states, **critic_working, _CONTEXTS: RESERVE_BYTES}))
+            with_reward = beside if config.critic_shares_with_reward and not config.reward.offload else {}
+            parts = {**critic_states, **critic_working, **with_reward, _CONTEXTS: RESERVE_BYTES}
+            found.append(Moment("training the critic", parts))
+        found += [
+            Moment(f"scoring by the {name}", {"weights": size, _CONTEXTS: RESERVE_BYTES // 2})
+            for name, size in (frozen or {}).items()
+        ]
         return tuple(found)
     asleep, engine_sleeps = config.ds.enable_sleep, config.vllm.enable_sleep
     awake = {} if asleep else {f"{name} of the critic": size for name, size in critic_states.items()}
@@ -512,7 +544,7 @@ def moments(
         _, training = shared_parts(engine, critic_states, staging, policy_sleeps=asleep, engine_sleeps=engine_sleeps)
         awake = {} if asleep else {f"{name} of the policy": size for name, size in states.items()}
         found.append(Moment("training the critic", {**training, **critic_working, **awake}))
-    return tuple(found)
+    return tuple(Moment(moment.doing, {**moment.parts, **beside}) for moment in found)
 
 
 def _heaviest(config: RunConfig, work: Workload, model: TrainedModel) -> tuple[Parts, Parts]:
@@ -522,9 +554,10 @@ def _heaviest(config: RunConfig, work: Workload, model: TrainedModel) -> tuple[P
 
 def _stage(config: RunConfig, work: Workload, model: TrainedModel, stage: int) -> tuple[Parts, Parts]:
     kept, states = activation_bytes(config, work, model, stage, model.training.megatron), model.states[stage]
-    working = {"activations": kept, "fragments (estimate)": int(_FRAGMENTS * kept)}
+    activated, fragments, head = _WORKING
+    working = {activated: kept, fragments: int(_FRAGMENTS * kept)}
     if stage == len(model.states) - 1 and model.shape.value_head is None:
-        working["head: workspace, hidden states and their gradient"] = _head(config, work, model)
+        working[head] = _head(config, work, model)
     return states.parts, working
 
 
@@ -537,8 +570,8 @@ def activation_bytes(config: RunConfig, work: Workload, model: TrainedModel, sta
 
 
 def _tokens(config: RunConfig, training: Training) -> int:
-    if training.budget is not None:
-        return training.budget
+    if training.budget is not None:  # a longer sequence is a micro-batch of its own
+        return max(training.budget, math.ceil(config.data.max_len / training.layout.context_parallel_size))
     return math.ceil(training.sequences * config.data.max_len / training.layout.context_parallel_size)
 
 

@@ -1,4 +1,4 @@
-"""Every layout of a run on so many GPUs: what it holds, how long a step takes, what binds; the verdict of a dry run.
+"""Every layout of a run on so many GPUs: what it holds, how long a step takes, what binds.
 
 A layout is a set of options on top of the run's configuration. Whether it is allowed is asked of the configuration's
 own rules, so that what plan writes is what a run takes.
@@ -9,24 +9,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from openrlhf_ext.config import RunConfig, Violation, value_of
-from openrlhf_ext.config.file_rules import not_given
-from openrlhf_ext.config.files import is_hub_name, model_folder, unknown_model
-from openrlhf_ext.config.model_rules import shape_violations
-from openrlhf_ext.config.rules import RULES
+from openrlhf_ext.config.files import model_folder, unknown_model
+from openrlhf_ext.config.model_rules import divisible, shape_violations
+from openrlhf_ext.config.rules import LAYOUT_RULES
 from openrlhf_ext.inputs import nearest
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
+from openrlhf_ext.options import Section, is_set, nest
 from openrlhf_ext.options.sections import Megatron
-from openrlhf_ext.redaction import redact
 from openrlhf_ext.tools.plan.memory import (
     GIB,
     Moment,
@@ -36,6 +32,7 @@ from openrlhf_ext.tools.plan.memory import (
     activation_bytes,
     checkpoints,
     critic_in,
+    frozen_weights,
     host_memory,
     moments,
     param_bytes,
@@ -45,7 +42,7 @@ from openrlhf_ext.tools.plan.memory import (
 )
 from openrlhf_ext.tools.plan.seconds import GPUS, Assumptions, Clock, Engines, Seconds, Workload
 
-_ACTOR = "actor.model_name_or_path"
+_ACTOR, _CRITIC = "actor.model_name_or_path", "critic.model_name_or_path"
 _DEGREES = (1, 2, 4, 8)
 _MOST_STAGES, _CHUNKS = 16, (1, 2, 4)
 _RECOMPUTES: tuple[dict[str, Any], ...] = (
@@ -62,6 +59,8 @@ SHARE = "vllm.gpu_memory_utilization"
 SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Of a GPU for its engine, tried where the run sets none."""
 KV_CACHE = "engine: KV cache"
+SIZES = tuple(f"megatron.{axis}_parallel_size" for axis in ("tensor", "pipeline", "context"))
+_SEQUENCE = "megatron.sequence_parallel_enable"
 CHOSEN = (
     "megatron.tensor_parallel_size", "megatron.pipeline_parallel_size", "megatron.context_parallel_size",
     "megatron.virtual_pipeline_size", "megatron.sequence_parallel_enable", "vllm.num_engines",
@@ -117,7 +116,7 @@ class Planner:
     """Plans one run on one kind of GPU, in place of the layout that its configuration has.
 
     Mean lengths are by default 0.6 of the longest response, and what is left of ``data.max_len`` beside it, at most
-    512; ``device_memory``: bytes of the GPU that is there, or those of the data sheet.
+    512; ``device_memory``: bytes of the GPU that is there, or ``megatron.gpu_memory_gib``, or those of the data sheet.
     """
 
     config: RunConfig
@@ -131,13 +130,6 @@ class Planner:
         if self.gpu_name not in GPUS:
             hint = f"; did you mean {near}?" if (near := nearest(self.gpu_name, GPUS)) else ""
             raise PlanError(f"--gpu must be one of {', '.join(GPUS)}: got {self.gpu_name}{hint}")
-        unplanned = {
-            "guide.model_name_or_path": self.config.has_guide,
-            "ref.num_gpus_per_node": self.config.reference_ranks,
-        }
-        for name, there in unplanned.items():
-            if there:
-                raise PlanError(f"{name}: ranks and engines beside policy and critic are not planned; leave it out")
 
     # ---- the run ------------------------------------------------------------------------------------------------
 
@@ -171,14 +163,15 @@ class Planner:
     @cached_property
     def clock(self) -> Clock:
         gpu = GPUS[self.gpu_name]
-        gpu = dataclasses.replace(gpu, memory=self.device_memory or gpu.memory)
+        given = int((self.config.megatron.gpu_memory_gib or 0) * GIB)
+        gpu = dataclasses.replace(gpu, memory=self.device_memory or given or gpu.memory)
         return Clock(gpu, self.shape, self.parameters, self.work, self.assumed)
 
     # ---- what there is --------------------------------------------------------------------------------------------
 
     def candidates(self, gpus: int) -> list[Candidate]:
         """All layouts of the run on so many GPUs that the rules allow; those that fit come first, the fastest ahead."""
-        return sorted(self._allowed(gpus), key=_order)
+        return sorted(self._allowed(gpus), key=order)
 
     def _allowed(self, gpus: int, *, if_states_fit: bool = False) -> Iterator[Candidate]:
         for ranks, engine_gpus in self._divisions(gpus):
@@ -196,6 +189,46 @@ class Planner:
         config = self.config
         return self._candidate({name: value_of(config, name) for name in _SHOWN}, config, self._trained(config))
 
+    def layouts(self) -> Iterator[Candidate]:
+        """Those of the run on its own GPUs, with the engines that it has, that keep to what it sets."""
+        for options in self._own_options():
+            config = with_options(self.config, options)
+            if not self._broken(config):
+                yield self._candidate(options, config, self._trained(config))
+
+    def critic_layouts(self) -> Iterator[Options]:
+        """Sizes of the critic's own that its ranks allow, the fewest ranks of a copy ahead; none where it has some."""
+        config, shape = self.config, self._value_shape
+        stages = [n for n in range(1, _MOST_STAGES + 1) if shape.num_layers % n == 0]
+        allowed = [
+            (tp, pp, cp)
+            for tp, pp, cp in itertools.product(_DEGREES, stages, _DEGREES)
+            if tp <= config.critic.num_gpus_per_node and config.critic_ranks % (tp * pp * cp) == 0
+        ]
+        if not any(is_set(config, f"critic.{name}") for name in SIZES):
+            for degrees in sorted(allowed, key=math.prod):
+                yield {f"critic.{name}": degree for name, degree in zip(SIZES, degrees, strict=True)}
+
+    def with_best_share(self, candidate: Candidate) -> Candidate:
+        """With a smaller share of a GPU for its engine, where the run sets none and shares GPUs."""
+        config = with_options(self.config, candidate.options)
+        return self._with_best_share(candidate.options, config, self._trained(config))
+
+    def _own_options(self) -> Iterator[Options]:
+        config, ranks = self.config, self.config.world_size
+        stages = [n for n in range(1, _MOST_STAGES + 1) if self.shape.num_layers % n == 0]
+        degrees = [
+            (value_of(config, name),) if is_set(config, name) else tried
+            for name, tried in zip(SIZES, (_DEGREES, stages, _DEGREES), strict=True)
+        ]  # fmt: skip
+        recomputes = ({},) if is_set(config, "megatron.recompute") else _RECOMPUTES
+        for tp, pp, cp in itertools.product(*degrees):
+            if tp > config.actor.num_gpus_per_node or ranks % (tp * pp * cp) or not self._states_fit(tp, pp, ranks):
+                continue
+            sequence = {} if is_set(config, _SEQUENCE) else {_SEQUENCE: tp > 1}
+            for recompute in recomputes:
+                yield dict(zip(SIZES, (tp, pp, cp), strict=True)) | sequence | recompute
+
     @property
     def is_allowed(self) -> bool:
         return not self._broken(self.config)
@@ -208,9 +241,7 @@ class Planner:
     @property
     def configured_gpus(self) -> int:
         config = self.config
-        if config.train.colocate_all:
-            return config.world_size
-        return config.world_size + config.engine_workers + config.critic_ranks
+        return config.training_gpus + (0 if config.engines_share_gpus else config.engine_workers)
 
     def distinct(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         best: dict[ParallelLayout, Candidate] = {}
@@ -255,10 +286,13 @@ class Planner:
 
     def _divisions(self, gpus: int) -> Iterator[tuple[int, int]]:
         """(ranks of the policy, GPUs of the engines): all; or quarters, and whole nodes next to quarters and thirds."""
-        if self.config.train.colocate_all:
+        if self.config.has_guide:
+            raise PlanError("guide.model_name_or_path: a guide's ranks and engines are not planned; leave it out")
+        if self.config.engines_share_gpus:
             yield gpus, gpus
             return
-        left, per_node = gpus - self.config.critic_ranks, self.config.actor.num_gpus_per_node
+        left = gpus - (self.config.training_gpus - self.config.world_size)
+        per_node = self.config.actor.num_gpus_per_node
         parts = [left * quarters // 4 for quarters in (1, 2, 3)]
         if left > per_node:
             parts += [max(1, round(part * left / per_node)) * per_node for part in (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)]
@@ -314,13 +348,27 @@ class Planner:
                 yield {"vllm.num_engines": gpus // tp, "vllm.tensor_parallel_size": tp}
 
     def _broken(self, config: RunConfig) -> list[Violation]:
-        return [*shape_violations(config, self.shape, _ACTOR), *(v for rule in RULES for v in rule(config))][:1]
+        return [*self._models_broken(config), *(v for rule in LAYOUT_RULES for v in rule(config))][:1]
+
+    def _models_broken(self, config: RunConfig) -> Iterator[Violation]:
+        yield from shape_violations(config, self.shape, _ACTOR)
+        if config.has_critic:
+            yield from divisible(_CRITIC, self._value_shape, "critic.megatron", config.critic_megatron)
+        if config.has_reward_model:
+            yield from divisible("reward.model_name_or_path", self._reward_shape, "megatron", config.megatron)
 
     # ---- one layout -----------------------------------------------------------------------------------------------
 
     def _trained(self, config: RunConfig) -> Trained:
         critic = critic_in(config, self._value_shape) if config.has_critic else None
-        return trained(config, self.work, policy_in(config, self.shape), critic)
+        frozen = {}
+        if config.reference_ranks:
+            frozen["reference"] = frozen_weights(config, self.shape, config.reference_ranks)
+        if config.has_reward_model and not (config.reward.offload and config.train.colocate_all):
+            frozen["reward model"] = frozen_weights(config, self._reward_shape, config.reward_ranks)
+        if config.guide_ranks:
+            frozen["guide"] = frozen_weights(config, self._guide_shape, config.guide_ranks)
+        return trained(config, self.work, policy_in(config, self.shape), critic, frozen)
 
     def _with_best_share(self, options: Options, config: RunConfig, models: Trained) -> Candidate:
         """The layout with the engines' share that the run sets, or else with the best one: the first in the order."""
@@ -328,11 +376,12 @@ class Planner:
             return self._candidate(options, config, models)
         tried = (with_options(config, {SHARE: share}) for share in SHARES)
         found = (self._candidate({**options, SHARE: one.gpu_memory_utilization}, one, models) for one in tried)
-        return min(found, key=_order)
+        return min(found, key=order)
 
     def _candidate(self, options: Options, config: RunConfig, models: Trained) -> Candidate:
         engines, memory = self.clock.engines(config), self.clock.gpu.memory
-        found = moments(config, self._engine_parts(engines), models.policy_parts, models.critic_parts)
+        engine = self._engine_parts(engines)
+        found = moments(config, engine, models.policy_parts, models.critic_parts, models.frozen)
         concurrency = self.clock.concurrency(engines)
         needed = self.clock.engine_weights(engines) + self.clock.engine_room + self.clock.longest_bytes(engines)
         needed -= int(config.gpu_memory_utilization * memory)
@@ -344,9 +393,18 @@ class Planner:
         )  # fmt: skip
 
     @cached_property
+    def _reward_shape(self) -> ModelShape:
+        return read_value_shape(
+            self._folder(self.config.reward.model_name_or_path or ""), self.config.ds.value_head_prefix
+        )
+
+    @cached_property
+    def _guide_shape(self) -> ModelShape:
+        return read_model_shape(self._folder(self.config.guide.model_name_or_path or ""))
+
+    @cached_property
     def _value_shape(self) -> ModelShape:
-        path = self.config.critic.model_name_or_path or self.config.actor.model_name_or_path or ""
-        return read_value_shape(self._folder(path), self.config.ds.value_head_prefix)
+        return read_value_shape(self._folder(self.config.critic_model or ""), self.config.ds.value_head_prefix)
 
     def _engine_parts(self, engines: Engines) -> dict[str, int]:
         return {
@@ -371,7 +429,7 @@ class Planner:
         rollout = clock.rollout(engines)
         logprobs, train = clock.logprobs(training), clock.train(training, policy.fullest)
         sync = clock.sync(training.layout.world_size <= training.near_ranks)
-        sleeps = config.train.colocate_all and config.ds.enable_sleep
+        sleeps = config.engines_share_gpus and config.ds.enable_sleep
         moves = clock.moves(policy.fullest) if sleeps else 0.0
         if critic is not None:
             own = self._critic_clock(critic)
@@ -395,7 +453,7 @@ _SHOWN = (
 )  # fmt: skip
 
 
-def _order(candidate: Candidate) -> tuple[float, ...]:
+def order(candidate: Candidate) -> tuple[float, ...]:
     """Steps that differ by less than the model of seconds knows are as good as equal: then the layout whose copies take
     the fewest ranks is ahead, and of those the one that takes least memory. What does not fit comes last."""
     if candidate.seconds is None:  # the nearest to fitting first
@@ -406,12 +464,17 @@ def _order(candidate: Candidate) -> tuple[float, ...]:
 
 
 def with_options(config: RunConfig, options: Options) -> RunConfig:
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in options.items():
-        section, leaf = name.split(".")
-        sections.setdefault(section, {})[leaf] = value
-    changed = {name: getattr(config, name).model_copy(update=leaves) for name, leaves in sections.items()}
-    return config.model_copy(update=changed)
+    return _changed(config, nest(options))
+
+
+def _changed(section: Any, tree: Mapping[str, Any]) -> Any:
+    """A section with the leaves of a tree in the place of its own."""
+    inner = {name: getattr(section, name) for name in tree}
+    changed = {
+        name: _changed(inner[name], value) if isinstance(inner[name], Section) else value
+        for name, value in tree.items()
+    }
+    return section.model_copy(update=changed)
 
 
 def binding(candidate: Candidate) -> str:
@@ -440,77 +503,3 @@ def lacking(candidate: Candidate) -> str:
             "little for the rest")  # fmt: skip
     return (f"memory while {moment.doing}: {candidate.short / gib:.1f} GiB are missing, and {moment.largest} is the "
         "largest part")  # fmt: skip
-
-
-# ---- whether a run would start, and the memory of its fullest GPUs beside that of a GPU -----------------------------
-
-_PARTS_SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Of a dry run; ``starts``: whether a run would, once it has what it was not given."""
-
-    text: str
-    details: tuple[str, ...]
-    starts: bool
-
-
-def verdict(config: RunConfig) -> Verdict:
-    """The same sum as ``plan``'s, for the GPU of this machine, or an H100's where there is none."""
-    name, memory = _gpu()
-    missing = " and ".join(violation.options[0] for violation in not_given(config))
-    starts = f"would start, once {missing} {'are' if ' and ' in missing else 'is'} given" if missing else "would start"
-    details = [*_model_lines(config), *_places(config)]
-    try:
-        laid_out = Planner(config, device_memory=memory).as_configured()
-    except PlanError as error:
-        unknown = str(error) if model_folder(config.actor.model_name_or_path or "") else "the model is not here"
-        return Verdict(f"{starts}; its memory is not known: {unknown}", tuple(details), True)
-    details += _memory_lines(laid_out, name)
-    if not laid_out.short:
-        # an engine that is alone on its GPU takes the share that it is given, whatever it needs
-        decisive = laid_out.moments if config.train.colocate_all else laid_out.moments[1:]
-        tight = "; memory is tight" if any(laid_out.tight(moment) for moment in decisive) else ""
-        return Verdict(f"{starts}{tight}", tuple(details), True)
-    short = f"does not fit on {name}: {lacking(laid_out)}; openrlhf-ext plan finds what does"
-    if memory is None:  # nobody said that it is an H100 where the run will be
-        return Verdict(f"{starts}, but it {short}", tuple(details), True)
-    return Verdict(f"would fail: it {short}", tuple(details), False)
-
-
-def _gpu() -> tuple[str, int | None]:
-    if not torch.cuda.is_available():
-        return "an H100 (there is no GPU here)", None
-    return f"this machine's {torch.cuda.get_device_name(0)}", torch.cuda.get_device_properties(0).total_memory
-
-
-def _model_lines(config: RunConfig) -> Iterator[str]:
-    name = config.actor.model_name_or_path or ""
-    if not is_hub_name(name):
-        yield f"model: {redact(name)}"
-    elif (folder := model_folder(name)) is not None:
-        yield f"model: {name} of the hub, which a run downloads; config.json is that of {os.path.relpath(folder)}"
-    else:
-        yield redact(f"model: {unknown_model(name)}")
-
-
-def _places(config: RunConfig) -> Iterator[str]:
-    workers, ranks = config.engine_workers, config.training_ranks
-    shared = config.train.colocate_all
-    yield (f"GPUs: {config.world_size if shared else ranks + workers}: {ranks} ranks that train or score, "
-        f"{config.vllm.num_engines} engines of {config.vllm.tensor_parallel_size} on "
-        f"{'the same' if shared else 'others'}")  # fmt: skip
-
-
-def _memory_lines(laid_out: Candidate, gpu: str) -> Iterator[str]:
-    yield f"memory of the fullest GPU, of {laid_out.memory / GIB:.1f} GiB of {gpu}; sums, nothing was allocated:"
-    yield from (f"  {_moment_line(moment)}" for moment in laid_out.moments)
-
-
-def _moment_line(moment: Moment) -> str:
-    parts = sorted(moment.parts.items(), key=lambda part: -part[1])
-    shown = [f"{name} {size / GIB:.1f}" for name, size in parts[:_PARTS_SHOWN]]
-    if others := sum(size for _, size in parts[_PARTS_SHOWN:]):
-        shown.append(f"others {others / GIB:.1f}")
-    return f"{moment.doing} {moment.total / GIB:.1f}: {', '.join(shown)}"

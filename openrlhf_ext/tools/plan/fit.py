@@ -1,0 +1,420 @@
+"""Whether a run fits on its GPUs: the layout that ``megatron.layout auto`` comes to, and the verdict of a dry run.
+
+Both are the planner's sums. States that are larger than a GPU are refused by name, in the report of a run's options;
+what activations and estimates add is told by a dry run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation, value_of
+from openrlhf_ext.config.file_rules import not_given
+from openrlhf_ext.config.files import is_hub_name, model_folder, unknown_model
+from openrlhf_ext.config.load import CHOSEN
+from openrlhf_ext.config.upstream import stands_in
+from openrlhf_ext.inputs import InputError
+from openrlhf_ext.options import is_set, nest
+from openrlhf_ext.redaction import redact
+from openrlhf_ext.tools.plan.memory import GIB, Moment
+from openrlhf_ext.tools.plan.search import (
+    SHARE,
+    SIZES,
+    Candidate,
+    PlanError,
+    Planner,
+    lacking,
+    order,
+    with_options,
+)
+from openrlhf_ext.tools.plan.seconds import GPUS
+
+logger = logging.getLogger(__name__)
+
+_LAYOUT, _MEMORY = "megatron.layout", "megatron.gpu_memory_gib"
+_ASSUMED = "H100"
+_ASK_S = 60.0
+_MOST_GPUS, _NODE = 1024, 8
+_COUNTS = ("actor", "critic", "reward", "ref")
+_PARTS_SHOWN = 5
+
+
+# ---- the GPU --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Device:
+    """The GPUs of a run: ``said`` in words, ``kind`` by the planner's table, which gives their rates; ``is_known``: the
+    memory was asked for or given."""
+
+    said: str
+    memory: int
+    kind: str = _ASSUMED
+    is_known: bool = True
+
+    @property
+    def remedy(self) -> str:
+        return "" if self.is_known else f"; {_MEMORY} says what the run's GPUs have"
+
+
+_ASSUMED_DEVICE = Device(f"an {_ASSUMED} (there is no GPU here)", GPUS[_ASSUMED].memory, is_known=False)
+
+
+def _device_of(config: RunConfig) -> Device | None:
+    """What the run trains on; None: on CPU, where nothing has a size of its own.
+
+    Without a GPU here a run is on CPU unless it joins a cluster; a dry run is taken to be of one on GPUs, unless its
+    weights travel by gloo.
+    """
+    here = _gpu_here()
+    if config.megatron.gpu_memory_gib is not None:
+        memory = int(config.megatron.gpu_memory_gib * GIB)
+        return Device(f"a GPU ({_MEMORY})", memory, _ASSUMED if here is None else here.kind)
+    if here is not None:
+        return here
+    elsewhere = os.environ.get("RAY_ADDRESS", "") not in ("", "local")  # the driver joins that cluster
+    if config.vllm.sync_backend == "gloo" or not (config.dry_run or config.dry_run_json or elsewhere):
+        return None
+    return _ASSUMED_DEVICE
+
+
+@cache
+def _gpu_here() -> Device | None:
+    """Asked in a process of its own: CUDA, once it is started in this one, cannot be used in the driver, its fork."""
+    if not glob.glob("/dev/nvidia[0-9]*"):
+        return None
+    receiver, sender = (fork := multiprocessing.get_context("fork")).Pipe(duplex=False)
+    child = fork.Process(target=_ask_cuda, args=(sender,), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        if not receiver.poll(_ASK_S):
+            raise EOFError(f"no answer within {_ASK_S:g} s")
+        found = receiver.recv()
+    except EOFError as error:
+        logger.warning("the GPU of this machine does not say what memory it has (%s): %s does", error, _MEMORY)
+        return None
+    finally:
+        child.kill()
+        child.join()
+    if found is None:
+        return None
+    name, memory = found
+    return Device(f"this machine's {name}", memory, next((known for known in GPUS if known in name), _ASSUMED))
+
+
+def _ask_cuda(sender: Connection) -> None:
+    """Sends name and bytes of this process's first GPU, None without one."""
+    there = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    sender.send(None if there is None else (there.name, there.total_memory))
+
+
+def _planner(config: RunConfig, device: Device) -> Planner:
+    return Planner(config, device.kind, device_memory=device.memory)
+
+
+# ---- a layout that is left to us ------------------------------------------------------------------------------------
+
+
+def choice(config: RunConfig) -> dict[str, Any]:
+    """What ``megatron.layout auto`` comes to, as options; none where the model's config.json is not here yet.
+
+    The layout as it is written (1 everywhere) where that fits; else the best by the planner's order; else the one that
+    lacks least, if its states fit. GPU counts, engines and what the run sets stay; sizes that it gives DeepSpeed do
+    where a layout fits with them. Called before the rules are asked, so they may be broken.
+    """
+    given: dict[str, Any] = {_LAYOUT: "given"}
+    if (device := _device_of(config)) is None:
+        return given
+    try:
+        found = _left_to_us(config, device) or {}
+    except PlanError:
+        return {}
+    except InputError:  # of config.json, which the rules report
+        return given
+    return given | {name: value for name, value in found.items() if value != value_of(config, name)}
+
+
+def _left_to_us(config: RunConfig, device: Device) -> dict[str, Any] | None:
+    freed = _without_deepspeed(config)
+    tries = [(goal, one) for goal in (_fits, _stands) for one in ([config] if freed is config else [config, freed])]
+    found = (_search(_planner(one, device), goal) for goal, one in tries)
+    return next((options for options in found if options is not None), None)
+
+
+def _without_deepspeed(config: RunConfig) -> RunConfig:
+    """Without the sizes that came from DeepSpeed's options, which cut sequences and heads, but no states."""
+    return _unset(config, [name for name in SIZES if stands_in(config, name)])
+
+
+def _unset(config: RunConfig, names: Sequence[str]) -> RunConfig:
+    """With options of ``megatron.*`` as if they had not been given."""
+    if not names:
+        return config
+    default, leaves = type(config.megatron)(), {name.removeprefix("megatron.") for name in names}
+    kept = {name: value for name, value in config.megatron if name in config.megatron.model_fields_set - leaves}
+    return config.model_copy(update={"megatron": default.model_copy(update=kept)})
+
+
+Goal = Callable[[Candidate, bool], bool]
+
+
+def _search(planner: Planner, goal: Goal) -> dict[str, Any] | None:
+    """What a layout that reaches the goal sets; nothing where the one as it is written does. None where none does.
+
+    A critic has the policy's sizes if any layout does with them.
+    """
+    config = planner.config
+    if goal is _fits and planner.is_allowed and _fits(planner.as_configured(), config.engines_share_gpus):
+        return {}
+    if (best := _best(planner, goal)) is not None or not config.has_critic:
+        return best
+    for sizes in planner.critic_layouts():
+        if (best := _best(dataclasses.replace(planner, config=with_options(config, sizes)), goal)) is not None:
+            return {**sizes, **best}
+    return None
+
+
+def _best(planner: Planner, goal: Goal) -> dict[str, Any] | None:
+    """The share of an engine that is alone stays as it is: with a better one only its seconds are predicted."""
+    config, shared = planner.config, planner.config.engines_share_gpus
+    found = [*planner.layouts()]
+    good = [candidate for candidate in found if goal(candidate, shared)]
+    if not is_set(config, SHARE) and (not good if shared else any(candidate.short for candidate in good)):
+        good = [one for one in map(planner.with_best_share, found) if goal(one, shared)]
+    if not good:
+        return None
+    best = min(good, key=order).options
+    return {name: value for name, value in best.items() if shared or name != SHARE}
+
+
+def _decisive(candidate: Candidate, shared: bool) -> Sequence[Moment]:
+    """An engine that is alone on its GPU takes the share that it is given, whatever it or the policy needs."""
+    return candidate.moments if shared else candidate.moments[1:]
+
+
+def _fits(candidate: Candidate, shared: bool) -> bool:
+    return all(moment.total <= candidate.memory for moment in _decisive(candidate, shared))
+
+
+def _stands(candidate: Candidate, shared: bool) -> bool:
+    """Whether it fits but for activations, which shorter sequences make smaller."""
+    return all(moment.standing.total <= candidate.memory for moment in _decisive(candidate, shared))
+
+
+# ---- what cannot fit ------------------------------------------------------------------------------------------------
+
+
+def findings(config: RunConfig) -> Findings:
+    """For ``load_config(more_rules=...)``: states that exceed a GPU; what ``megatron.layout auto`` came to."""
+    if config.megatron.layout == "auto":
+        later = (
+            "megatron.layout auto: the sizes are chosen once the model's config.json is here, at the start of the run"
+        )
+        return Findings((), (later,))
+    if (device := _device_of(config)) is None:
+        return Findings((), ())
+    planner = _planner(config, device)
+    try:
+        if not planner.is_allowed:  # other rules say so
+            return Findings((), ())
+        laid_out = planner.as_configured()
+    except (PlanError, InputError):  # the verdict or the rules say so
+        return Findings((), ())
+    violations = tuple(_too_large(planner, laid_out, device))
+    is_chosen = any(source.startswith(CHOSEN) for source in config.sources.values())
+    return Findings(violations, (_chosen(config, laid_out, device),) if is_chosen and not violations else ())
+
+
+def laid_out(config: RunConfig) -> RunConfig:
+    """A run whose models have been downloaded, with the layout that was left open until then. Raises ConfigError:
+    states exceed a GPU."""
+    if config.megatron.layout == "given":
+        return config
+    options = choice(config)
+    decided = with_options(config, options)
+    decided._sources = config.sources | (dict.fromkeys(options, CHOSEN) if len(options) > 1 else {})
+    found = findings(decided)
+    if found.violations:
+        raise ConfigError(list(found.violations))
+    for line in found.warnings:
+        logger.warning(line)
+    return decided
+
+
+def _chosen(config: RunConfig, laid_out: Candidate, device: Device) -> str:
+    shared = config.engines_share_gpus
+    fullest, tight = max(_decisive(laid_out, shared), key=_total), any(map(laid_out.tight, _decisive(laid_out, shared)))
+    caution = ", which is tight: parts of the sum are estimates" if tight else ""
+    if not _fits(laid_out, shared):
+        caution = ": activations of the longest sequences are too much, and no other layout of these GPUs takes less"
+    made = {name: source for name, source in config.sources.items() if source.startswith(CHOSEN) and name != _LAYOUT}
+    instead = [
+        f"; {name} {value_of(config, name)} {source.removeprefix(f'{CHOSEN}, ')}"
+        for name, source in made.items()
+        if source != CHOSEN
+    ]
+    return (
+        f"megatron.layout auto: {_written(config, made)}; written so, it stays. While {fullest.doing}, the fullest GPU "
+        f"holds {fullest.total / GIB:.1f} of {device.memory / GIB:.1f} GiB of {device.said}{caution}{device.remedy}"
+        f"{''.join(instead)}"
+    )
+
+
+def _total(moment: Moment) -> int:
+    return moment.total
+
+
+def _written(config: RunConfig, chosen: Iterable[str]) -> str:
+    """The options that were chosen as YAML on one line, without those at their default but the first size."""
+    default = RunConfig()
+    values = {name: value for name in chosen if (value := value_of(config, name)) != value_of(default, name)}
+    return ", ".join(
+        f"{name}: {_flow(part)}" for name, part in nest({SIZES[0]: value_of(config, SIZES[0])} | values).items()
+    )
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {_flow(inner)}' for name, inner in value.items())}}}"
+    return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value).lower()
+
+
+def _too_large(planner: Planner, laid_out: Candidate, device: Device) -> Iterator[Violation]:
+    config, memory = planner.config, device.memory
+    weights = planner.clock.engine_weights(laid_out.engines)
+    if weights > memory:
+        enough = next(
+            (tp for tp in (2, 4, 8, 16) if weights * laid_out.engines.tensor_parallel_size // tp < memory), 32
+        )
+        yield Violation(("vllm.tensor_parallel_size", "actor.model_name_or_path"),
+            f"vllm.tensor_parallel_size must be at least {enough}: an engine's weights take {weights / GIB:.1f} GiB of "
+            f"a GPU, and {device.said} has {memory / GIB:.1f}{device.remedy}")  # fmt: skip
+    shared = config.engines_share_gpus
+    if (standing := max((one.standing for one in _decisive(laid_out, shared)), key=_total)).total <= memory:
+        return
+    layout = laid_out.policy.training.layout
+    beside = " with the engine beside it" if shared else ""
+    engine = (SHARE, "vllm.num_engines", "vllm.tensor_parallel_size", "ds.enable_sleep", "vllm.enable_sleep")
+    ranks = ("actor.num_nodes", "actor.num_gpus_per_node", "actor.model_name_or_path", _LAYOUT, "train.colocate_all")
+    yield Violation((*SIZES, *ranks, *(engine if shared else ())),
+        f"{' * '.join(SIZES[:2])} must cut the models so that a rank fits on a GPU{beside}: got "
+        f"{layout.tensor_parallel_size} * {layout.pipeline_parallel_size} on {layout.world_size} ranks, with which "
+        f"{standing.doing} takes {standing.total / GIB:.1f} GiB before any activation ({_shown(standing)}), and "
+        f"{device.said} has {memory / GIB:.1f}; "
+        f"{_remedy(config, device)}{device.remedy}")  # fmt: skip
+
+
+def _remedy(config: RunConfig, device: Device) -> str:
+    """Sizes that fit, or more GPUs."""
+    free, factor = _unset(config, (*SIZES, "megatron.sequence_parallel_enable", "megatron.virtual_pipeline_size")), 1
+    while factor * config.world_size <= _MOST_GPUS:
+        counts = _on_more(free, factor) if factor > 1 else {}
+        more = with_options(free, counts)
+        if (options := _search(_planner(more, device), _fits)) is not None:
+            sizes = _written(with_options(more, options), options)
+            if factor == 1:
+                return f"leave the sizes out, so that megatron.layout auto chooses them, or use {sizes}"
+            said = ", ".join(f"{name} {count}" for name, count in counts.items())
+            return f"no layout of these GPUs fits; {said} with {sizes} would do"
+        factor *= 2
+    return (
+        "no layout fits, nor do more GPUs help: shorten data.max_len, add ds.enable_sleep and vllm.enable_sleep where "
+        f"GPUs are shared, or lower {SHARE}"
+    )
+
+
+def _on_more(config: RunConfig, factor: int) -> dict[str, int]:
+    """Counts for so many times the GPUs, engines of a shared GPU included: whole nodes first."""
+    options: dict[str, int] = {}
+    for section in _COUNTS:
+        counts = getattr(config, section)
+        if section != "actor" and not counts.model_fields_set & {"num_nodes", "num_gpus_per_node"}:
+            continue
+        ranks = counts.num_nodes * counts.num_gpus_per_node * factor
+        per_node = ranks if ranks <= _NODE else max(_NODE, counts.num_gpus_per_node)
+        if ranks % per_node == 0:
+            options |= {f"{section}.num_nodes": ranks // per_node, f"{section}.num_gpus_per_node": per_node}
+    if config.engines_share_gpus:
+        options["vllm.num_engines"] = config.vllm.num_engines * factor
+    return options
+
+
+# ---- whether a run would start, and the memory of its fullest GPUs beside that of a GPU -----------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of a dry run; ``starts``: whether a run would, once it has what it was not given."""
+
+    text: str
+    details: tuple[str, ...]
+    starts: bool
+
+
+def verdict(config: RunConfig) -> Verdict:
+    """The same sum as ``plan``'s, for the GPU of this machine, or an H100's where there is none."""
+    device = _device_of(config) or _ASSUMED_DEVICE
+    missing = " and ".join(violation.options[0] for violation in not_given(config))
+    starts = f"would start, once {missing} {'are' if ' and ' in missing else 'is'} given" if missing else "would start"
+    details = [*_model_lines(config), *_places(config)]
+    try:
+        laid_out = _planner(config, device).as_configured()
+    except PlanError as error:
+        unknown = str(error) if model_folder(config.actor.model_name_or_path or "") else "the model is not here"
+        return Verdict(f"{starts}; its memory is not known: {unknown}", tuple(details), True)
+    details += _memory_lines(laid_out, device.said)
+    if not laid_out.short:
+        decisive = _decisive(laid_out, config.engines_share_gpus)
+        tight = "; memory is tight" if any(laid_out.tight(moment) for moment in decisive) else ""
+        return Verdict(f"{starts}{tight}", tuple(details), True)
+    short = f"does not fit on {device.said}: {lacking(laid_out)}; openrlhf-ext plan finds what does"
+    if not device.is_known:  # nobody said that it is an H100 where the run will be
+        return Verdict(f"{starts}, but it {short}", tuple(details), True)
+    return Verdict(f"would fail: it {short}", tuple(details), False)
+
+
+def _model_lines(config: RunConfig) -> Iterator[str]:
+    name = config.actor.model_name_or_path or ""
+    if not is_hub_name(name):
+        yield f"model: {redact(name)}"
+    elif (folder := model_folder(name)) is not None:
+        yield f"model: {name} of the hub, which a run downloads; config.json is that of {os.path.relpath(folder)}"
+    else:
+        yield redact(f"model: {unknown_model(name)}")
+
+
+def _places(config: RunConfig) -> Iterator[str]:
+    workers, ranks = config.engine_workers, config.training_ranks
+    shared = config.engines_share_gpus
+    yield (f"GPUs: {config.training_gpus + (0 if shared else workers)}: {ranks} ranks that train or score, "
+        f"{config.vllm.num_engines} engines of {config.vllm.tensor_parallel_size} on "
+        f"{'the same' if shared else 'others'}")  # fmt: skip
+
+
+def _memory_lines(laid_out: Candidate, gpu: str) -> Iterator[str]:
+    yield f"memory of the fullest GPU, of {laid_out.memory / GIB:.1f} GiB of {gpu}; sums, nothing was allocated:"
+    yield from (f"  {_moment_line(moment)}" for moment in laid_out.moments)
+
+
+def _moment_line(moment: Moment) -> str:
+    return f"{moment.doing} {moment.total / GIB:.1f}: {_shown(moment)}"
+
+
+def _shown(moment: Moment) -> str:
+    parts = sorted(moment.parts.items(), key=lambda part: -part[1])
+    shown = [f"{name} {size / GIB:.1f}" for name, size in parts[:_PARTS_SHOWN]]
+    if others := sum(size for _, size in parts[_PARTS_SHOWN:]):
+        shown.append(f"others {others / GIB:.1f}")
+    return ", ".join(shown)

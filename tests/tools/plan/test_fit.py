@@ -1,0 +1,182 @@
+"""The layout that a run gets which was given none, and what is refused because it fits on no GPU: by the command that
+a user types, and by its functions for many models."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from openrlhf_ext.cli.train_ppo_ray import choice, findings, main
+from openrlhf_ext.config import ConfigError, RunConfig, load_config
+from openrlhf_ext.driver import job
+from openrlhf_ext.tools.plan import fit
+from openrlhf_ext.tools.plan.search import Planner
+from tests.e2e.jobs import Task
+
+MODELS = Path(__file__).parents[3] / "configs/models"
+SHARED = {"train__colocate_all": True, "ds__enable_sleep": True, "vllm__enable_sleep": True}
+
+
+def words(model: str, ranks: int, **options: object) -> list[str]:
+    given = {
+        "actor.model_name_or_path": MODELS / model, "actor.num_nodes": -(-ranks // 8),
+        "actor.num_gpus_per_node": min(8, ranks), "rollout.batch_size": 128, "rollout.n_samples_per_prompt": 8,
+        "train.batch_size": 1024, "dry_run": True,
+    } | {name.replace("__", "."): value for name, value in options.items()}  # fmt: skip
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+
+def load(model: str, ranks: int, **options: object) -> RunConfig:
+    return load_config(words(model, ranks, **options), files=False, more_rules=findings, choice=choice)
+
+
+def refusal(model: str, ranks: int, **options: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(model, ranks, **options)
+    (violation,) = error.value.violations
+    return violation.message
+
+
+def sizes(config: RunConfig) -> tuple[int, int, int]:
+    layout = config.layout
+    return layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.context_parallel_size
+
+
+def fullest(config: RunConfig) -> float:
+    """Of a GPU of the policy: the share that is taken."""
+    laid_out = Planner(config).as_configured()
+    moments = laid_out.moments if config.train.colocate_all else laid_out.moments[1:]
+    return max(moment.total for moment in moments) / laid_out.memory
+
+
+TOO_FEW = {
+    ("llama-3.1-70b", 4, False), ("llama-3.1-70b", 8, False), ("llama-3.1-70b", 8, True),
+    ("qwen2.5-32b", 4, False), ("qwen3-32b", 4, False),  # 18 bytes a parameter are more than these GPUs have
+    ("llama-3.1-70b", 16, True),  # 73.9 of 79.6 GiB, and an engine asleep, contexts and buffers take 6
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", sorted(path.name for path in MODELS.iterdir()))
+def test_every_model_gets_a_layout_that_fits_wherever_its_states_do(model: str):
+    """What fits as it is written stays so; what fits nowhere is refused with the GPUs that would do."""
+    tp = 8 if model.endswith(("70b", "32b")) else 4 if model.endswith(("7b", "8b")) else 1
+    for gpus, shared, tokens in itertools.product((8, 16, 64), (False, True), (4096, 32768)):
+        ranks, at = gpus if shared else gpus // 2, f"{gpus} GPUs, shared {shared}, {tokens} tokens"
+        options = {"vllm__tensor_parallel_size": tp, "data__max_len": tokens}
+        options |= {"vllm__num_engines": gpus // tp, **SHARED} if shared else {}
+        if (model, ranks, shared) in TOO_FEW:
+            said = refusal(model, ranks, **options)
+            assert "an H100 (there is no GPU here) has 79.6" in said, at
+            assert "no layout of these GPUs fits; actor.num_nodes" in said and "would do" in said, at
+            continue
+        config, as_written = load(model, ranks, **options), load_config(words(model, ranks, **options), files=False)
+        assert fullest(config) <= 1, at
+        assert (sizes(config) == (1, 1, 1) and config.megatron.recompute == "none") == (fullest(as_written) <= 1), at
+
+
+def dry_run(task: Task, capsys: pytest.CaptureFixture[str], **options: object) -> tuple[int, str, str]:
+    model = {"actor__model_name_or_path": MODELS / "llama-3.1-70b", "actor__num_gpus_per_node": 8}
+    given = task.given("out", **(model | {"vllm__tensor_parallel_size": 8, "megatron__param_dtype": "bf16"} | options))
+    del given["megatron.tensor_parallel_size"]
+    argv = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    capsys.readouterr()
+    return main([*argv, "--dry_run"]), *capsys.readouterr()
+
+
+def test_a_70b_script_without_sizes_gets_some_or_is_refused_with_the_gpus_that_would_do(tmp_path, capsys):
+    task = Task.make(tmp_path)
+    code, _, error = dry_run(task, capsys)
+    assert code == 2 and "must cut the models so that a rank fits on a GPU: got 1 * 1 on 8 ranks, with which" in error
+    assert "training takes 496.8 GiB before any activation (gradients (fp32) 262.8, weights 131.4, optimizer" in error
+    assert "would do; megatron.gpu_memory_gib says what the run's GPUs have" in error
+    code, _, error = dry_run(task, capsys, train__sead=1, train__batch_size=33)
+    assert code == 2 and error.startswith("4 problems"), "in one report with the others"
+    code, out, error = dry_run(task, capsys, actor__num_nodes=4)
+    assert code == 0, error
+    (line,) = (line for line in out.splitlines() if "  - megatron.layout auto: " in line)
+    assert "megatron: {tensor_parallel_size: " in line and "; written so, it stays. While training, the fullest" in line
+    assert re.search(r"parallel_size: \d+  # set: chosen: megatron.layout auto \(default: 1\)", out)
+    assert out.startswith("would start\n"), out[:200]
+
+
+def test_what_a_run_sets_stays_and_only_the_rest_is_chosen():
+    small = {"megatron__gpu_memory_gib": 40}
+    assert sizes(load("qwen2.5-7b", 8, **small)) == (1, 4, 1)
+    kept = load("qwen2.5-7b", 8, megatron__layout="auto", megatron__tensor_parallel_size=2, **small)
+    assert sizes(kept)[0] == 2 and kept.sources["megatron.tensor_parallel_size"] == "command line"
+    assert fullest(kept) <= 1 and kept.layout.pipeline_parallel_size == 2, "what it does not set is chosen"
+    said = refusal("qwen2.5-7b", 8, megatron__tensor_parallel_size=1, **small)
+    assert "a GPU (megatron.gpu_memory_gib) has 40.0; leave the sizes out, so that megatron.layout auto" in said
+    full = load("qwen2.5-7b", 8, actor__gradient_checkpointing_enable=True, **small)
+    assert full.megatron.recompute == "full" and fullest(full) <= 1
+    critic = {"algo__advantage__estimator": "gae", "critic__model_name_or_path": MODELS / "qwen3-8b"}
+    own = load("qwen3-32b", 8, critic__num_gpus_per_node=4, vllm__tensor_parallel_size=8, **critic)
+    assert own.layout.model_parallel_size == 8 and own.critic_layout.model_parallel_size <= 4 and fullest(own) <= 1
+
+
+def test_sizes_for_deepspeed_stay_where_a_layout_fits_with_them():
+    options = {"ds__ring_attn_size": 2, "data__max_len": 32768, "train__dynamic_batch_enable": True}
+    assert load("qwen2.5-7b", 8, **options).layout.context_parallel_size == 2
+    tight = SHARED | {"vllm__enable_sleep": False, "vllm__num_engines": 4, "vllm__gpu_memory_utilization": 0.7}
+    config = load("qwen2.5-3b", 4, data__max_len=8192, ds__ring_attn_size=4, **tight)
+    assert config.layout.context_parallel_size == 1, "four ranks that each hold all weights beside an awake engine"
+    instead = "megatron.context_parallel_size 1 instead of 4 (command line, as ds.ring_attn_size)"
+    assert any(instead in warning for warning in config.warnings)
+
+
+def test_ranks_of_a_reference_and_weights_of_an_engine_are_summed_too():
+    reference = {"algo__kl__init_coef": 0.01, "ref__num_gpus_per_node": 2}
+    config = load("llama-3.1-70b", 32, vllm__tensor_parallel_size=8, **(reference | {"ref__num_gpus_per_node": 8}))
+    assert config.layout.model_parallel_size == 8, "a copy of the reference is cut as the policy"
+    said = refusal("llama-3.1-70b", 64, vllm__tensor_parallel_size=1, **reference | {"ref__num_gpus_per_node": 8})
+    assert "vllm.tensor_parallel_size must be at least 2: an engine's weights take 131.4 GiB of a GPU" in said
+
+
+def test_a_reward_model_stays_on_the_gpus_that_it_shares():
+    graded = {"reward__model_name_or_path": MODELS / "qwen2.5-7b", "reward__num_gpus_per_node": 8}
+    beside = SHARED | graded | {"vllm__num_engines": 2, "vllm__tensor_parallel_size": 4}
+    resident, offloaded = (load("qwen2.5-7b", 8, **beside, reward__offload=offload) for offload in (False, True))
+    assert sizes(offloaded) == (1, 1, 1) and resident.layout.model_parallel_size > 1
+    training = Planner(resident).as_configured().moments[1].parts
+    assert training["weights of the reward model"] > 0 and fullest(resident) <= 1
+    apart = Planner(load("qwen2.5-7b", 8, **graded)).as_configured()
+    assert apart.moments[-1].doing == "scoring by the reward model"
+
+
+@pytest.mark.parametrize("of_cpu", [{"dry_run": False}, {"vllm__sync_backend": "gloo"}])
+def test_a_run_on_cpu_is_laid_out_as_it_is_written(of_cpu, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = load("llama-3.1-70b", 2, **of_cpu)
+    assert sizes(config) == (1, 1, 1) and not [line for line in config.warnings if "megatron.layout" in line]
+    assert sizes(load("qwen2.5-7b", 8, megatron__gpu_memory_gib=40, **of_cpu)) == (1, 4, 1), (
+        "memory that is given counts"
+    )
+
+
+def test_a_hub_model_is_laid_out_when_it_has_been_downloaded(monkeypatch):
+    config = load("org/none", 8, actor__model_name_or_path="org/name", megatron__gpu_memory_gib=40, dry_run=False)
+    assert any("chosen once the model's config.json is here" in warning for warning in config.warnings)
+    monkeypatch.setattr(job, "_download", lambda option, name: str(MODELS / "qwen2.5-7b"))
+    assert sizes(job.with_local_model(config, fit.laid_out)) == (1, 4, 1)
+    monkeypatch.setattr(job, "_download", lambda option, name: str(MODELS / "llama-3.1-70b"))
+    with pytest.raises(ConfigError, match="must cut the models so that a rank fits on a GPU"):
+        job.with_local_model(config, fit.laid_out)
+
+
+def test_the_gpu_of_this_machine_is_asked_without_starting_cuda_here(monkeypatch):
+    class Properties:
+        name, total_memory = "NVIDIA H200", 40 << 30
+
+    monkeypatch.setattr(fit.glob, "glob", lambda _: ["/dev/nvidia0"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    fit._gpu_here.cache_clear()
+    try:
+        config = load("qwen2.5-7b", 8, vllm__tensor_parallel_size=2)
+        assert sizes(config) == (1, 4, 1) and "40.0 GiB of this machine's NVIDIA H200" in config.warnings[-1]
+    finally:
+        fit._gpu_here.cache_clear()
