@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
-from openrlhf_ext.config import ConfigError, RunConfig, format_config, load_config, placement_table
+from openrlhf_ext.config import ConfigError, Findings, RunConfig, format_config, load_config, placement_table
 from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.driver import guard, preflight
 from openrlhf_ext.inputs import InputError
@@ -42,7 +42,16 @@ def _reporting_faults(do: Callable[[], int]) -> int:
 
 def start(argv: list[str]) -> int:
     """The same; raises ConfigError where the configuration is wrong."""
-    config = load_config(argv, more_rules=preflight.findings)
+    seen: list[RunConfig] = []
+
+    def rules(config: RunConfig) -> Findings:
+        seen.append(config)
+        return preflight.findings(config)
+
+    try:
+        config = load_config(argv, more_rules=rules)
+    except ConfigError as error:
+        raise (preflight.with_user_code(error, seen[0]) if seen else error) from None
     if not config.logger.verbose:
         warnings.simplefilter("ignore")  # those of the libraries; ours are log records
     if config.dry_run:  # shows the warnings itself

@@ -31,7 +31,8 @@ COMPLETION = "0"
 _ALGORITHM_S = 60.0
 _SLOW_S = 5.0
 _REWARD_S = 30.0  # however long a grading may take: nobody should wait longer for a trial
-_Trial = Callable[[RunConfig], str | None]
+_First = Callable[[RunConfig], Iterator[tuple[str, object]]]
+_Trial = Callable[[RunConfig, _First], str | None]
 
 
 def findings(config: RunConfig) -> Findings:
@@ -277,20 +278,34 @@ class Tried:
         return f"{self.option}: {self.text}"
 
 
-def try_user_code(config: RunConfig) -> list[Tried]:
+def with_user_code(found: ConfigError, config: RunConfig) -> ConfigError:
+    """The same report with the user's files that cannot be imported, where nothing is said of them yet."""
+    said = {option for violation in found.violations for option in violation.options}
+    try:
+        try_user_code(config, import_only=True)
+    except ConfigError as error:
+        return ConfigError([*found.violations, *(one for one in error.violations if said.isdisjoint(one.options))])
+    return found
+
+
+def try_user_code(config: RunConfig, *, import_only: bool = False) -> list[Tried]:
     """What came out of each of the user's files. An exception on a made completion is an outcome: a server may not be
-    up yet. Raises ConfigError: lists every file that cannot be imported or called, returns what a run cannot take,
-    or (an algorithm) raises."""
+    up yet. ``import_only`` where the options are wrong, and with them the data or the model of a trial. Raises
+    ConfigError: lists every file that cannot be imported or called, returns what a run cannot take, or (an algorithm)
+    raises."""
     tried, faults = [], []
+    first = (lambda _: iter(())) if import_only else _first_prompt
     trials: dict[str, _Trial] = {
         "algo.module_path": _try_algorithm, "reward.remote_url": _try_reward, "train.agent_func_path": _try_agent,
     }  # fmt: skip
+    if import_only:
+        del trials["algo.module_path"]  # its import is a rule of the configuration
     for option, trial in trials.items():
         slow = threading.Timer(_SLOW_S, logger.info, [f"{option}: still being imported and tried"])
         slow.daemon = True
         slow.start()
         try:
-            tried += [Tried(option, said) for said in [trial(config)] if said is not None]
+            tried += [Tried(option, said) for said in [trial(config, first)] if said is not None]
         except (RewardInvalid, RewardImportError, RewardFailureLimit, _Fault) as error:
             faults.append(Violation((option,), f"{option}: {error}{_of_environment(option, str(error))}"))
         except RewardError as error:
@@ -315,7 +330,7 @@ class _Fault(Exception):
     """What is wrong with a user's file; the text says it."""
 
 
-def _try_algorithm(config: RunConfig) -> str | None:
+def _try_algorithm(config: RunConfig, _: _First) -> str | None:
     from openrlhf_ext.algorithms.registry import get_algorithm
     from openrlhf_ext.algorithms.trial import try_algorithm
 
@@ -334,7 +349,7 @@ def _try_algorithm(config: RunConfig) -> str | None:
         raise _Fault(f"{name} ({config.algo.module_path}) fails on a made batch:\n{told(error)}{hint}") from error
 
 
-def _try_reward(config: RunConfig) -> str | None:
+def _try_reward(config: RunConfig, first: _First) -> str | None:
     from openrlhf_ext.rewards.pool import RewardPool
 
     reward = config.reward
@@ -343,7 +358,7 @@ def _try_reward(config: RunConfig) -> str | None:
     trial = {"num_workers": 1, "timeout_s": min(reward.timeout_s, _REWARD_S)}
     with RewardPool(reward.model_copy(update=trial)) as pool:
         pool.check()
-        for prompt, label in _first_prompt(config):
+        for prompt, label in first(config):
             grade = pool.submit(prompt + COMPLETION, prompt, label, COMPLETION).result()
             return (
                 f"{COMPLETION!r} made as the answer to the first prompt: reward {grade.reward:g}, score {grade.score:g}"
@@ -351,7 +366,7 @@ def _try_reward(config: RunConfig) -> str | None:
     return "imported, and not tried: data.prompt_dataset is not on this machine"
 
 
-def _try_agent(config: RunConfig) -> str | None:
+def _try_agent(config: RunConfig, first: _First) -> str | None:
     path, policy = config.train.agent_func_path, config.actor.model_name_or_path or ""
     if path is None:
         return None
@@ -361,9 +376,9 @@ def _try_agent(config: RunConfig) -> str | None:
     try:
         with time_limit(limit_s, "importing the agent (reward.timeout_s)"):
             agent = load_agent(Path(path))
-    except Exception as error:
-        raise _Fault(str(error) if isinstance(error, ValueError) else told(error)) from error
-    for prompt, label in _first_prompt(config) if os.path.isdir(policy) else ():
+    except (Exception, SystemExit) as error:
+        raise _Fault(told(error).removeprefix("ValueError: ")) from error  # the user's line, or our own words alone
+    for prompt, label in first(config) if os.path.isdir(policy) else ():
         with time_limit(2 * limit_s, "a made episode of the agent (twice reward.timeout_s)"):
             return try_agent(agent, policy, prompt, label, COMPLETION, limit_s)
     return "imported, and not tried: model or data.prompt_dataset is not on this machine"
