@@ -34,7 +34,7 @@ from openrlhf_ext.rewards.grading import (
     parse_answer,
 )
 from openrlhf_ext.rollout.response import GroupRequest, Response, ResponseRecorder, RolloutError, Sampling
-from openrlhf_ext.user_code import told
+from openrlhf_ext.user_code import coroutine_place, told
 
 _STEP_KEYS = ("rewards", "environment_feedback", "done")
 _NEEDED = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine")
@@ -112,10 +112,13 @@ class GradedAgentExecutor(GradedExecutor):
             while not task.done():
                 left = self._timeout_s - proxy.idle_seconds
                 if left <= 0:
+                    place = coroutine_place(task.get_coro())
+                    if isinstance(self._agent, EndpointAgent):
+                        place = self._agent.place(task)
                     raise _Failure(
                         RewardTimeout,
                         f"the agent did nothing with the engine for {self._timeout_s:g} s (--reward.timeout_s); it was "
-                        f"here: {_place(task)}",
+                        f"here: {place}",
                     )
                 await asyncio.wait([task, proxy.broken], timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if proxy.broken.done():
@@ -369,16 +372,6 @@ def _reward_of(response: dict[str, Any]) -> RewardResult:
         return parse_answer({"rewards": response["reward"], "scores": response.get("scores"), "extra_logs": logs})
     except InvalidAnswer as error:
         raise _Failure(RewardInvalid, f"the agent {error}") from None
-
-
-def _place(task: asyncio.Task[Any]) -> str:
-    """The coroutines that the task waits in, from the outermost to the innermost."""
-    coroutine: Any = task.get_coro()
-    places = []
-    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
-        places.append(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
-        coroutine = coroutine.cr_await
-    return " -> ".join(places) or "an unknown place"
 
 
 def try_agent(agent: AgentExecutorBase, model: str, prompt: str, label: Any, completion: str, timeout_s: float) -> str:

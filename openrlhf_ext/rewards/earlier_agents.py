@@ -19,8 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from openrlhf_ext.compat import AgentExecutorBase, MultiTurnAgentExecutor
-from openrlhf_ext.rewards.conversation import Episode
-from openrlhf_ext.rewards.endpoint import Endpoint
+from openrlhf_ext.rewards.endpoint import EndpointAgent, RunAgent
 from openrlhf_ext.rewards.grading import InvalidAnswer
 
 _MOST_STEPS = 10_000  # as OpenRLHF 0.9.0 had it: the length of an episode is bounded by data.max_len
@@ -89,23 +88,21 @@ class _QueueBase(AgentExecutorBase):
         await self.result_queue.put(await turns.execute(*given))
 
 
-class ServerExecutor(AgentExecutorBase):
+class ServerExecutor(EndpointAgent):
     """Runs the file's ``run_agent`` on an endpoint of ours in the place of its own server, which keeps the engine of
     the first episode and asks it from a thread and an event loop of its own."""
 
     def __init__(self, executor: Any) -> None:
+        super().__init__(executor.run_agent)
         self._executor = executor
-        self._endpoint = Endpoint()
 
-    async def execute(
-        self, prompt: str, label: Any, sampling_params: Any, max_length: int, hf_tokenizer: Any, llm_engine: Any
-    ) -> dict[str, Any]:
-        """See :meth:`Endpoint.run`. Raises InvalidAnswer: ``run_agent`` returned no reward, as OpenRLHF's does not."""
-        from openai import AsyncOpenAI  # the file itself imports it
+    def _of_episode(self, sampling_params: Any, max_length: int, tokenizer: Any) -> RunAgent:
+        """Raises InvalidAnswer when called: ``run_agent`` returned no reward, as OpenRLHF's own does not."""
+        from openai import AsyncOpenAI  # as the file itself does
 
         own = copy.copy(self._executor)
-        own.sampling_params, own.max_length, own.hf_tokenizer = sampling_params, max_length, hf_tokenizer
-        own.model_name = getattr(hf_tokenizer, "name_or_path", "policy")
+        own.sampling_params, own.max_length, own.hf_tokenizer = sampling_params, max_length, tokenizer
+        own.model_name = getattr(tokenizer, "name_or_path", "policy")
 
         async def run_agent(prompt: str, label: Any, base_url: str) -> dict[str, Any]:
             async with AsyncOpenAI(base_url=base_url, api_key="none", timeout=None) as own.client:
@@ -117,8 +114,4 @@ class ServerExecutor(AgentExecutorBase):
                 )
             return {"rewards": answer["reward"], **{key: answer.get(key) for key in ("scores", "extra_logs")}}
 
-        episode = Episode(hf_tokenizer, llm_engine, sampling_params, max_length)
-        return await self._endpoint.run(episode, run_agent, prompt, label)
-
-    async def aclose(self) -> None:
-        await self._endpoint.aclose()
+        return run_agent

@@ -15,9 +15,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -26,64 +26,95 @@ from aiohttp import web
 from openrlhf_ext.compat import AgentExecutorBase
 from openrlhf_ext.rewards.conversation import UNTRAINED_KEY, BadRequest, Call, Episode
 from openrlhf_ext.rewards.grading import InvalidAnswer
+from openrlhf_ext.user_code import coroutine_place, thread_place
 
 logger = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
 _MODEL = "policy"
 _LARGEST_REQUEST = 2**26  # bytes
-_THREADS = 1024  # of agents that are plain functions: more than an engine has episodes under way
+
+
+RunAgent = Callable[[str, Any, str], Any]
+"""``run_agent(prompt, label, base_url)``, a coroutine function or a plain one."""
 
 
 class EndpointAgent(AgentExecutorBase):
-    """``run_agent``, a coroutine function or a plain one, as an executor of OpenRLHF's."""
+    """``run_agent`` as an executor of OpenRLHF's."""
 
-    def __init__(self, run_agent: Callable[[str, Any, str], Any]) -> None:
+    def __init__(self, run_agent: RunAgent) -> None:
         self._run_agent = run_agent
-        self._endpoint = Endpoint()
+        self._endpoint = _Endpoint()
 
     async def execute(
         self, prompt: str, label: Any, sampling_params: Any, max_length: int, hf_tokenizer: Any, llm_engine: Any
     ) -> dict[str, Any]:
-        """See :meth:`Endpoint.run`."""
-        episode = Episode(hf_tokenizer, llm_engine, sampling_params, max_length)
-        return await self._endpoint.run(episode, self._run_agent, prompt, label)
-
-    async def aclose(self) -> None:
-        await self._endpoint.aclose()
-
-
-class Endpoint:
-    """Serves the episodes under way on this machine's own address, each below a path that nobody can guess."""
-
-    def __init__(self) -> None:
-        self._episodes: dict[str, Episode] = {}
-        self._starting = asyncio.Lock()
-        self._server: web.AppRunner | None = None
-        self._address = ""
-        self._agents: asyncio.AbstractEventLoop | None = None
-
-    async def run(
-        self, episode: Episode, run_agent: Callable[[str, Any, str], Any], prompt: str, label: Any
-    ) -> dict[str, Any]:
         """One episode, in the form of OpenRLHF's executors. Raises InvalidAnswer: the agent made no call; and what the
         agent raises."""
-        async with self._starting:
-            if self._server is None:
-                self._server = await self._start()
-        with self._serving(episode) as base_url:
-            running = asyncio.run_coroutine_threadsafe(_call(run_agent, prompt, label, base_url), self._agents_loop())
-            answer = await asyncio.wrap_future(running)
+        episode = Episode(hf_tokenizer, llm_engine, sampling_params, max_length)
+        run_agent = self._of_episode(sampling_params, max_length, hf_tokenizer)
+        answer = await self._endpoint.run(episode, run_agent, prompt, label)
         try:
             response = episode.response()
         except LookupError:
             raise InvalidAnswer("run_agent made no call to its base_url, so there is nothing to train on") from None
         return {**response, **_graded(answer, response["extra_logs"])}
 
+    def _of_episode(self, sampling_params: Any, max_length: int, tokenizer: Any) -> RunAgent:
+        """A subclass makes another one for each episode."""
+        return self._run_agent
+
+    def place(self, task: asyncio.Task[Any]) -> str:
+        """Where in its file the agent is, whose :meth:`execute` that task runs."""
+        return self._endpoint.places[task]()
+
+    async def aclose(self) -> None:
+        """End the server; episodes have ended."""
+        await self._endpoint.aclose()
+
+
+class _Endpoint:
+    """Serves the episodes under way on this machine's own address, each below a path that nobody can guess.
+
+    Attributes:
+        places: of the task of each episode, what says where its agent is.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[asyncio.Task[Any] | None, Callable[[], str]] = {}
+        self._episodes: dict[str, Episode] = {}
+        self._starting = asyncio.Lock()
+        self._server: web.AppRunner | None = None
+        self._address = ""
+        self._agents: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, episode: Episode, run_agent: RunAgent, prompt: str, label: Any) -> Any:
+        """What the agent returns; raises what it raises."""
+        async with self._starting:
+            if self._server is None:
+                self._server = await self._start()
+        task, name = asyncio.current_task(), uuid4().hex
+        self._episodes[name] = episode
+        try:
+            begin = self._coroutine if inspect.iscoroutinefunction(run_agent) else _thread
+            running, self.places[task] = begin(partial(run_agent, prompt, label, f"{self._address}/{name}/v1"))
+            return await asyncio.wrap_future(running)
+        finally:
+            del self._episodes[name]
+            self.places.pop(task, None)
+
     async def aclose(self) -> None:
         if self._server is not None:
             await self._server.cleanup()
         if self._agents is not None:
             self._agents.call_soon_threadsafe(self._agents.stop)
+
+    def _coroutine(self, call: Callable[[], Any]) -> tuple[Future[Any], Callable[[], str]]:
+        """In the event loop of all agents that are coroutine functions: clients may be shared between episodes."""
+        if self._agents is None:
+            self._agents = asyncio.new_event_loop()
+            threading.Thread(target=self._agents.run_forever, name="agents", daemon=True).start()
+        coroutine = call()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._agents), partial(coroutine_place, coroutine)
 
     async def _start(self) -> web.AppRunner:
         for name in ("no_proxy", "NO_PROXY"):  # a cluster's proxy would be asked for this address
@@ -101,22 +132,6 @@ class Endpoint:
         await site.start()
         self._address = f"http://{_HOST}:{server.addresses[0][1]}"
         return server
-
-    def _agents_loop(self) -> asyncio.AbstractEventLoop:
-        if self._agents is None:
-            self._agents = asyncio.new_event_loop()
-            self._agents.set_default_executor(ThreadPoolExecutor(_THREADS, thread_name_prefix="agent"))
-            threading.Thread(target=self._agents.run_forever, name="agents", daemon=True).start()
-        return self._agents
-
-    @contextmanager
-    def _serving(self, episode: Episode) -> Iterator[str]:
-        name = uuid4().hex
-        self._episodes[name] = episode
-        try:
-            yield f"{self._address}/{name}/v1"
-        finally:
-            del self._episodes[name]
 
     async def _chat(self, request: web.Request) -> web.Response:
         return await self._respond(request, _chat_body)
@@ -154,11 +169,20 @@ class Endpoint:
         })  # fmt: skip
 
 
-async def _call(run_agent: Callable[[str, Any, str], Any], *arguments: Any) -> Any:
-    """In the agents' event loop, or in a thread where the agent is a plain function."""
-    if inspect.iscoroutinefunction(run_agent):
-        return await run_agent(*arguments)
-    return await asyncio.to_thread(run_agent, *arguments)
+def _thread(call: Callable[[], Any]) -> tuple[Future[Any], Callable[[], str]]:
+    """In a thread of its own, which cannot be ended, and does not hold up the end of the process."""
+    answer: Future[Any] = Future()
+    answer.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # raised again where the answer is awaited
+            answer.set_exception(error)
+
+    thread = threading.Thread(target=run, name="agent", daemon=True)
+    thread.start()
+    return answer, partial(thread_place, thread)
 
 
 def _graded(answer: Any, logs: dict[str, float]) -> dict[str, Any]:
