@@ -46,7 +46,7 @@ class Call:
         text: what the policy answered, without the token or text that ended it.
         prompt_S: tokens before the answer.
         sampled_T, logprobs_T: the answer as it was sampled.
-        ended: by a token of its own, the last one sampled.
+        end: the sampled text behind ``text``: of the token that ended it, or the ``stop`` that was asked for.
         truncated: at the length limit.
         before: the call that this one goes on from.
     """
@@ -56,7 +56,7 @@ class Call:
     prompt_S: list[int]
     sampled_T: list[int]
     logprobs_T: list[float]
-    ended: bool
+    end: str
     truncated: bool
     before: Call | None
 
@@ -102,7 +102,7 @@ class Episode:
 
     async def _sample(self, asked: Any, before: Call | None, prompt_S: list[int], limit: int, stop: list[str]) -> Call:
         if limit <= 0:  # an answer of length 0, which an agent can handle, not an error that ends it
-            return Call(asked, "", prompt_S[: self._max_len], [], [], ended=False, truncated=True, before=before)
+            return Call(asked, "", prompt_S[: self._max_len], [], [], end="", truncated=True, before=before)
         params = copy.copy(self._params)
         params.max_tokens = limit
         if stop:
@@ -110,8 +110,10 @@ class Episode:
         said = (await self._engine.generate(prompt_S, params)).outputs[0]
         sampled_T = list(said.token_ids)
         logprobs_T = [logprobs[token].logprob for token, logprobs in zip(sampled_T, said.logprobs, strict=True)]
-        ended = said.finish_reason == "stop" and not isinstance(said.stop_reason, str)
-        return Call(asked, said.text, prompt_S, sampled_T, logprobs_T, ended, said.finish_reason == "length", before)
+        end, truncated = said.stop_reason, said.finish_reason == "length"
+        if not isinstance(end, str):
+            end = "" if truncated else self._tokenizer.decode(sampled_T[-1:], skip_special_tokens=False)
+        return Call(asked, said.text, prompt_S, sampled_T, logprobs_T, end, truncated, before)
 
     def response(self) -> dict[str, Any]:
         """The conversation in which the policy wrote most, in the form of OpenRLHF's executors, not graded. Raises
@@ -139,11 +141,8 @@ class Episode:
         """The call that this one goes on from, and all tokens before the answer."""
         for before in sorted(self._calls, key=lambda call: len(call.asked), reverse=True):
             rest = self._after(before, asked, kwargs)
-            if rest is not None:
-                more = self._tokenize(rest)
-                if before.ended and more[:1] == before.sampled_T[-1:]:  # the template writes the end of the answer too
-                    more = more[1:]
-                return before, before.tokens_S + more
+            if rest is not None:  # a template writes the end of an answer too
+                return before, before.tokens_S + self._tokenize(rest.removeprefix(before.end))
         return None, self._tokenize(asked if isinstance(asked, str) else self._render(asked, kwargs))
 
     def _after(self, before: Call, asked: list[dict[str, Any]] | str, kwargs: Mapping[str, Any]) -> str | None:
