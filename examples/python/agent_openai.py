@@ -13,6 +13,7 @@ import re
 from openai import AsyncOpenAI
 
 TURNS = 8
+CLIENT = AsyncOpenAI(base_url="http://of-the-episode", api_key="none", timeout=None)  # making one takes 30 ms
 SUM = re.compile(r"(\d+)([-+*])(\d+)\Z")
 
 
@@ -25,15 +26,15 @@ def calculate(text):
 
 
 async def run_agent(prompt, label, base_url):
+    policy = CLIENT.with_options(base_url=base_url)
     text, turns = prompt, 0
-    async with AsyncOpenAI(base_url=base_url, api_key="none", timeout=None) as policy:
-        while turns < TURNS:
-            answer = (await policy.completions.create(model="policy", prompt=text, stop="=")).choices[0]
-            text, turns = text + answer.text, turns + 1
-            value = calculate(text[len(prompt) :])
-            if answer.finish_reason == "length" or not value:
-                break
-            text += f"={value}"
+    while turns < TURNS:
+        answer = (await policy.completions.create(model="policy", prompt=text, stop="=")).choices[0]
+        text, turns = text + answer.text, turns + 1
+        value = calculate(text[len(prompt) :])
+        if answer.finish_reason == "length" or not value:
+            break
+        text += f"={value}"
     said = re.search(r"</reasoning><answer>(-?\d+)</answer>\Z", text)
     correct = float(said is not None and said[1] == str(label).split("####")[-1].strip())
     return {"rewards": correct, "scores": correct, "extra_logs": {"turns": turns}}

@@ -61,11 +61,11 @@ CLIENTS = {
     "an asynchronous client": """
         from openai import AsyncOpenAI
         async def run_agent(prompt, label, base_url):
-            client = AsyncOpenAI(base_url=base_url, api_key="any")
             said = [{"role": "user", "content": prompt}]
-            for feedback in ("391", None):
-                answer = await client.chat.completions.create(model="any", messages=said)
-                said += [answer.choices[0].message, {"role": "user", "content": feedback}]
+            async with AsyncOpenAI(base_url=base_url, api_key="any") as client:
+                for feedback in ("391", None):
+                    answer = await client.chat.completions.create(model="any", messages=said)
+                    said += [answer.choices[0].message, {"role": "user", "content": feedback}]
             return {"rewards": 2.0, "scores": 1.0, "extra_logs": {"turns": 2}}
         """,
     "a client that blocks, of a function": """
@@ -123,6 +123,29 @@ def test_a_template_that_rewrites_the_history_changes_no_sampled_token(tmp_path:
 
 
 ASKED_STRIPPED = '{"role": "assistant", "content": answer.choices[0].message.content.strip()},'
+
+
+def test_the_example_computes_behind_every_equals_sign(tmp_path: Path) -> None:
+    example = (Path(__file__).parents[2] / "examples/python/agent_openai.py").read_text()
+    last = "</reasoning><answer>391</answer>"
+    stops = Stops(["<reasoning>9*2=", ";18-7=", last], tokenizer=byte_tokenizer(END))
+    episode = Episode(tmp_path, example, engine=stops, template=None)
+    assert episode.parts == ["17*23?", "<reasoning>9*2=", "18", ";18-7=", "11", f"{last}{END}"]
+    assert (episode.response.reward, episode.response.extra_logs["turns"]) == (1.0, 3.0)
+
+
+class Stops(Said):
+    """Stops at the text that was asked for where it says that, as vLLM does it."""
+
+    async def generate(self, prompt_ids: Any, params: Any, multi_modal_data: Any = None) -> Any:
+        stopped = next((stop for stop in params.stop if self.completions[0].endswith(stop)), None)
+        output = await super().generate(prompt_ids, params)
+        if stopped is not None:
+            said = output.outputs[0]
+            said.text, said.stop_reason = said.text.removesuffix(stopped), stopped
+            said.token_ids, said.logprobs = said.token_ids[:-1], said.logprobs[:-1]
+        return output
+
 
 ASIDE = """
 from openai import AsyncOpenAI
