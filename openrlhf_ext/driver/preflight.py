@@ -14,7 +14,7 @@ from pathlib import Path
 
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation
 from openrlhf_ext.config.estimator import algorithm_name, algorithm_options, flag_options
-from openrlhf_ext.config.files import Wanted, dataset_refs, first_record, has_weights, is_hub_name
+from openrlhf_ext.config.files import Wanted, dataset_refs, first_record, has_weights, is_hub_name, tokenizer_fault
 from openrlhf_ext.config.model_rules import model_violations
 from openrlhf_ext.config.rules import RESERVED_KEYS
 from openrlhf_ext.inputs import InputError, reading
@@ -378,10 +378,10 @@ def _try_agent(config: RunConfig, first: _First) -> str | None:
             agent = load_agent(Path(path))
     except (Exception, SystemExit) as error:
         raise _Fault(told(error).removeprefix("ValueError: ")) from error  # the user's line, or our own words alone
-    for prompt, label in first(config) if os.path.isdir(policy) else ():
+    for prompt, label in first(config) if tokenizer_fault(policy, chat=False) is None else ():
         with time_limit(2 * limit_s, "a made episode of the agent (twice reward.timeout_s)"):
             return try_agent(agent, policy, prompt, label, COMPLETION, limit_s)
-    return "imported, and not tried: model or data.prompt_dataset is not on this machine"
+    return "imported, and not tried: the model with its tokenizer, or data.prompt_dataset, is not on this machine"
 
 
 def _first_prompt(config: RunConfig) -> Iterator[tuple[str, object]]:
