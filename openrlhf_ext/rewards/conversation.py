@@ -80,14 +80,20 @@ class Episode:
         engine: its ``generate(prompt_S, params)`` answers as vLLM's engine.
         params: vLLM's sampling parameters of the run; ``max_tokens`` None: as many as there is room for.
         max_len: of a whole conversation, in tokens.
+
+    Attributes:
+        error: why a call could not be answered that was asked rightly, or None.
     """
 
     def __init__(self, tokenizer: Any, engine: Any, params: Any, max_len: int) -> None:
         self._tokenizer, self._engine, self._params, self._max_len = tokenizer, engine, params, max_len
         self._calls: list[Call] = []
+        self.error: Exception | None = None
 
-    async def answer(self, body: Mapping[str, Any], *, chat: bool) -> Call:
+    async def answer(self, body: Any, *, chat: bool) -> Call:
         """Raises BadRequest, and what the engine raises."""
+        if not isinstance(body, dict):
+            raise BadRequest(f"the body must be a JSON object: got {body!r:.80}")
         _check_fields(body, self._params, chat)
         asked = _messages(body.get("messages")) if chat else _prompt(body.get("prompt"))
         limit = min(_given([*map(body.get, _LIMITS), self._params.max_tokens]), default=None)

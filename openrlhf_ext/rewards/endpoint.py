@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import logging
 import os
 import threading
 import time
@@ -28,7 +27,6 @@ from openrlhf_ext.rewards.conversation import UNTRAINED_KEY, BadRequest, Call, E
 from openrlhf_ext.rewards.grading import InvalidAnswer
 from openrlhf_ext.user_code import coroutine_place, thread_place
 
-logger = logging.getLogger(__name__)
 _HOST = "127.0.0.1"
 _MODEL = "policy"
 _LARGEST_REQUEST = 2**26  # bytes
@@ -48,11 +46,13 @@ class EndpointAgent(AgentExecutorBase):
     async def execute(
         self, prompt: str, label: Any, sampling_params: Any, max_length: int, hf_tokenizer: Any, llm_engine: Any
     ) -> dict[str, Any]:
-        """One episode, in the form of OpenRLHF's executors. Raises InvalidAnswer: the agent made no call; and what the
-        agent raises."""
+        """One episode, in the form of OpenRLHF's executors. Raises InvalidAnswer: the agent made no call; what the
+        engine raised, even if the agent lives with it; and what the agent raises."""
         episode = Episode(hf_tokenizer, llm_engine, sampling_params, max_length)
         run_agent = self._of_episode(sampling_params, max_length, hf_tokenizer)
         answer = await self._endpoint.run(episode, run_agent, prompt, label)
+        if episode.error is not None:
+            raise episode.error
         try:
             response = episode.response()
         except LookupError:
@@ -65,7 +65,7 @@ class EndpointAgent(AgentExecutorBase):
 
     def place(self, task: asyncio.Task[Any]) -> str:
         """Where in its file the agent is, whose :meth:`execute` that task runs."""
-        return self._endpoint.places[task]()
+        return self._endpoint.places.get(task, lambda: "before run_agent")()
 
     async def aclose(self) -> None:
         """End the server; episodes have ended."""
@@ -151,13 +151,11 @@ class _Endpoint:
             return _refusal(410, "this episode has ended, or there was none of this address")
         try:
             body = await request.json()
-            if not isinstance(body, dict):
-                raise BadRequest("the body must be a JSON object")
             call = await episode.answer(body, chat=written is _chat_body)
         except (BadRequest, json.JSONDecodeError) as error:
             return _refusal(400, str(error))
-        except Exception as error:  # the engine's, which ends the episode (rewards.agent); the client gets an answer
-            logger.exception("a call of an agent was not answered")
+        except Exception as error:  # for the episode; the client gets an answer, and may make of it what it likes
+            episode.error = error
             return _refusal(500, f"{type(error).__name__}: {error}")
         return web.json_response({
             "id": f"call-{uuid4().hex}", "created": int(time.time()), "model": body.get("model") or _MODEL,
@@ -190,9 +188,11 @@ def _graded(answer: Any, logs: dict[str, float]) -> dict[str, Any]:
     if not (isinstance(answer, dict) and "rewards" in answer):
         return {"reward": answer, "scores": None}
     own = answer.get("extra_logs") or {}
-    if UNTRAINED_KEY in own:
-        raise InvalidAnswer(f"returned extra_logs with {UNTRAINED_KEY!r}, which is taken; rename it")
-    return {"reward": answer["rewards"], "scores": answer.get("scores"), "extra_logs": {**logs, **own}}
+    if isinstance(own, dict):
+        if UNTRAINED_KEY in own:
+            raise InvalidAnswer(f"returned extra_logs with {UNTRAINED_KEY!r}, which is taken; rename it")
+        own = {**logs, **own}
+    return {"reward": answer["rewards"], "scores": answer.get("scores"), "extra_logs": own}
 
 
 def _chat_body(call: Call, with_logprobs: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -123,6 +124,13 @@ def test_a_template_that_rewrites_the_history_changes_no_sampled_token(tmp_path:
 
 
 ASKED_STRIPPED = '{"role": "assistant", "content": answer.choices[0].message.content.strip()},'
+
+
+def test_the_agent_of_the_documentation_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/agents.md").read_text()
+    (file,) = re.findall(r"^```python\n(.*?)^```", page.partition("## Files for OpenRLHF")[0], re.DOTALL | re.MULTILINE)
+    episode = Episode(tmp_path, file, "390", "It is 391")
+    assert episode.parts[1::2] == [f"390{END}", f"It is 391{END}"] and episode.response.reward == 1.0
 
 
 def test_the_example_computes_behind_every_equals_sign(tmp_path: Path) -> None:
@@ -269,7 +277,7 @@ async def run_agent(prompt, label, base_url):
 def test_an_engine_that_fails_ends_the_episode_even_if_the_agent_lives_with_it(tmp_path: Path) -> None:
     class Dead(Said):
         async def generate(self, *_: Any, **__: Any) -> Any:
-            raise EngineDied("the engine died")
+            raise self.completions[0]
 
     file = (
         TEXTS
@@ -279,8 +287,9 @@ def run_agent(prompt, label, base_url):
     return 0.0
 """
     )
-    with pytest.raises(EngineDied, match="the engine died"):
-        Episode(tmp_path, file, engine=Dead([]), tolerated=5)
+    for error in (EngineDied("the engine died"), ValueError("a prompt that it does not take")):
+        with pytest.raises(type(error), match=str(error)):
+            Episode(tmp_path, file, engine=Dead([error]), tolerated=5)
 
 
 def test_failures_of_the_agent_are_those_of_rewards_and_generation_is_no_idleness(tmp_path: Path) -> None:
