@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read
 from openrlhf_ext.options import Fault, no_effect, read, value_of
 from openrlhf_ext.options.sections.algo import CUSTOM
 from openrlhf_ext.rewards.grading import RewardError, RewardFailureLimit, RewardImportError, RewardInvalid
-from openrlhf_ext.user_code import time_limit, told
+from openrlhf_ext.user_code import time_limit, told, users_part
 
 logger = logging.getLogger(__name__)
 
@@ -377,7 +378,8 @@ def _try_agent(config: RunConfig, first: _First) -> str | None:
         with time_limit(limit_s, "importing the agent (reward.timeout_s)"):
             agent = load_agent(Path(path))
     except (Exception, SystemExit) as error:
-        raise _Fault(told(error).removeprefix("ValueError: ")) from error  # the user's line, or our own words alone
+        text = users_part("".join(traceback.format_exception(error)))
+        raise _Fault(f"{path} cannot be imported:\n{text}" if text else str(error)) from error
     for prompt, label in first(config) if tokenizer_fault(policy, chat=False) is None else ():
         with time_limit(2 * limit_s, "a made episode of the agent (twice reward.timeout_s)"):
             return try_agent(agent, policy, prompt, label, COMPLETION, limit_s)
