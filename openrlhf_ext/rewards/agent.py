@@ -238,7 +238,7 @@ def _build(path: str, timeout_s: float, max_failures: int, failure_value: float)
 
 
 def load_agent(path: Path) -> AgentExecutorBase:
-    """The file's class ``AgentExecutor``, as OpenRLHF 0.8.6 to 0.11.2 have it, or else its function ``run_agent``; or
+    """The file's class ``AgentExecutor``, as OpenRLHF 0.8.7 to 0.11.2 have it, or else its function ``run_agent``; or
     ValueError. What a ``MultiTurnAgentExecutor``'s ``step`` returns as ``rewards`` and ``scores`` may be any number,
     not only the tensor that OpenRLHF asks for (openrlhf/utils/agent.py:131)."""
     spec = importlib.util.spec_from_file_location("agent_module", path)

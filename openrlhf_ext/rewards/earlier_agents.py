@@ -2,11 +2,11 @@
 
 | form | releases | adapter |
 |---|---|---|
-| an environment whose ``__init__`` is a coroutine function | 0.8.6 to 0.10.0 | :func:`awaited_init` |
-| an executor made of five arguments, which fills a ``result_queue`` | 0.8.6 to 0.9.0 | ``QueueExecutor`` |
+| an environment whose ``__init__`` is a coroutine function | 0.8.7 to 0.10.0 | :func:`awaited_init` |
+| an executor made of five arguments, which fills a ``result_queue`` | 0.8.7 to 0.9.0 | ``QueueExecutor`` |
 | the OpenAI server executor of OpenRLHF's examples | 0.9.7 to 0.11.2 | ``ServerExecutor`` |
 
-An executor whose ``execute`` has no ``images`` (up to 0.10.0) needs none: it is given the arguments that it names.
+An executor whose ``execute`` has no ``images`` (up to 0.9.10) needs none: it is given the arguments that it names.
 """
 
 from __future__ import annotations

@@ -174,7 +174,8 @@ def _thread(call: Callable[[], Any]) -> tuple[Future[Any], Callable[[], str]]:
 
     def run() -> None:
         try:
-            answer.set_result(call())
+            value = call()
+            answer.set_result(asyncio.run(value) if asyncio.iscoroutine(value) else value)  # of a decorated one
         except BaseException as error:  # raised again where the answer is awaited
             answer.set_exception(error)
 
