@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 _FRAME = re.compile(r'\s+File "(?P<file>.+?)", line \d+')
 _HEAD = "Traceback (most recent call last):"
@@ -37,6 +40,23 @@ def users_part(text: str) -> str:
 def told(error: BaseException) -> str:
     """What happened: the user's frames and the exception's words, or these words alone where no frame is the user's."""
     return users_part("".join(traceback.format_exception(error))) or f"{type(error).__name__}: {error}"
+
+
+def coroutine_place(coroutine: Any) -> str:
+    """The coroutines that it waits in, from the outermost to the innermost."""
+    places = []
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        places.append(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
+        coroutine = coroutine.cr_await
+    return " -> ".join(places) or "an unknown place"
+
+
+def thread_place(thread: threading.Thread) -> str:
+    """The user's functions that the thread is in, from the outermost to the innermost."""
+    frames = traceback.walk_stack(sys._current_frames().get(thread.ident or 0)) if thread.is_alive() else ()
+    places = [f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{line})" for frame, line in frames
+              if _is_users(frame.f_code.co_filename)]  # fmt: skip
+    return " -> ".join(reversed(places)) or "an unknown place"
 
 
 @contextmanager

@@ -43,7 +43,16 @@ def _reporting_faults(do: Callable[[], int]) -> int:
 
 def start(argv: list[str]) -> int:
     """The same; raises ConfigError where the configuration is wrong."""
-    config = load_config(argv, more_rules=findings, choice=choice)
+    seen: list[RunConfig] = []
+
+    def rules(config: RunConfig) -> Findings:
+        seen.append(config)
+        return findings(config)
+
+    try:
+        config = load_config(argv, more_rules=rules, choice=choice)
+    except ConfigError as error:
+        raise (preflight.with_user_code(error, seen[0]) if seen else error) from None
     if not config.logger.verbose:
         warnings.simplefilter("ignore")  # those of the libraries; ours are log records
     if config.dry_run:  # shows the warnings itself

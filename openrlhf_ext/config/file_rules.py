@@ -147,7 +147,7 @@ def _reward_violations(remote_url: str | None, agent_path: str | None) -> Iterat
             f"reward.remote_url and train.agent_func_path exclude each other, an agent grades its own rollouts: got "
             f"{remote_url} and {agent_path}; keep one of them")
     if agent_path is not None:
-        yield from _definition_violations("train.agent_func_path", agent_path, "AgentExecutor")
+        yield from _definition_violations("train.agent_func_path", agent_path, "AgentExecutor", "run_agent")
     if remote_url is not None:
         yield from _remote_url_violations(remote_url)
 
@@ -179,14 +179,14 @@ def tokenizer_violations(option: str, folder: str, *, chat: bool) -> Iterator[Vi
         yield Violation((option,), f"{option}: {folder} {fault}")
 
 
-def _definition_violations(option: str, path: str, name: str) -> Iterator[Violation]:
+def _definition_violations(option: str, path: str, *names: str) -> Iterator[Violation]:
     if not path.endswith(".py"):
         yield Violation((option,), f"{option} must be a .py file: got {path}")
         return
     try:
-        require_definition(path, name)
+        require_definition(path, *names)
     except InputError as error:
-        yield Violation((option,), f"{option}: {error}{_REMEDIES[name]}")
+        yield Violation((option,), f"{option}: {error}{_REMEDIES[names[0]]}")
 
 
 def _remote_url_violations(remote_url: str) -> Iterator[Violation]:

@@ -243,15 +243,15 @@ def _merges(tokenizer: dict[str, Any]) -> list[str]:
     return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 
 
-def require_definition(path: str, name: str) -> None:
-    """Raises InputError unless the Python file, which is not run, defines the name at top level."""
+def require_definition(path: str, *names: str) -> None:
+    """Raises InputError unless the Python file, which is not run, defines one of the names at top level."""
     text = read_text(path)
     with reading(path, "as Python"):
         tree = ast.parse(text, filename=path)
     defined = set(_top_level_names(tree.body))
-    if name not in defined and "*" not in defined:
+    if defined.isdisjoint({*names, "*"}):
         found = ", ".join(sorted(defined)) or "nothing"
-        raise InputError(f"{path} must define {name} at top level; it defines {found}")
+        raise InputError(f"{path} must define {' or '.join(names)} at top level; it defines {found}")
 
 
 def _top_level_names(statements: list[ast.stmt]) -> Iterator[str]:

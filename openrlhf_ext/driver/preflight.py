@@ -8,13 +8,14 @@ import logging
 import os
 import re
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation
 from openrlhf_ext.config.estimator import algorithm_name, algorithm_options, flag_options
-from openrlhf_ext.config.files import Wanted, dataset_refs, first_record, has_weights, is_hub_name
+from openrlhf_ext.config.files import Wanted, dataset_refs, first_record, has_weights, is_hub_name, tokenizer_fault
 from openrlhf_ext.config.model_rules import model_violations
 from openrlhf_ext.config.rules import RESERVED_KEYS
 from openrlhf_ext.inputs import InputError, reading
@@ -22,7 +23,7 @@ from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read
 from openrlhf_ext.options import Fault, no_effect, read, value_of
 from openrlhf_ext.options.sections.algo import CUSTOM
 from openrlhf_ext.rewards.grading import RewardError, RewardFailureLimit, RewardImportError, RewardInvalid
-from openrlhf_ext.user_code import time_limit, told
+from openrlhf_ext.user_code import time_limit, told, users_part
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,8 @@ COMPLETION = "0"
 _ALGORITHM_S = 60.0
 _SLOW_S = 5.0
 _REWARD_S = 30.0  # however long a grading may take: nobody should wait longer for a trial
-_Trial = Callable[[RunConfig], str | None]
+_First = Callable[[RunConfig], Iterator[tuple[str, object]]]
+_Trial = Callable[[RunConfig, _First], str | None]
 
 
 def findings(config: RunConfig) -> Findings:
@@ -282,20 +284,34 @@ class Tried:
         return f"{self.option}: {self.text}"
 
 
-def try_user_code(config: RunConfig) -> list[Tried]:
+def with_user_code(found: ConfigError, config: RunConfig) -> ConfigError:
+    """The same report with the user's files that cannot be imported, where nothing is said of them yet."""
+    said = {option for violation in found.violations for option in violation.options}
+    try:
+        try_user_code(config, import_only=True)
+    except ConfigError as error:
+        return ConfigError([*found.violations, *(one for one in error.violations if said.isdisjoint(one.options))])
+    return found
+
+
+def try_user_code(config: RunConfig, *, import_only: bool = False) -> list[Tried]:
     """What came out of each of the user's files. An exception on a made completion is an outcome: a server may not be
-    up yet. Raises ConfigError: lists every file that cannot be imported or called, returns what a run cannot take,
-    or (an algorithm) raises."""
+    up yet. ``import_only`` where the options are wrong, and with them the data or the model of a trial. Raises
+    ConfigError: lists every file that cannot be imported or called, returns what a run cannot take, or (an algorithm)
+    raises."""
     tried, faults = [], []
+    first = (lambda _: iter(())) if import_only else _first_prompt
     trials: dict[str, _Trial] = {
         "algo.module_path": _try_algorithm, "reward.remote_url": _try_reward, "train.agent_func_path": _try_agent,
     }  # fmt: skip
+    if import_only:
+        del trials["algo.module_path"]  # its import is a rule of the configuration
     for option, trial in trials.items():
         slow = threading.Timer(_SLOW_S, logger.info, [f"{option}: still being imported and tried"])
         slow.daemon = True
         slow.start()
         try:
-            tried += [Tried(option, said) for said in [trial(config)] if said is not None]
+            tried += [Tried(option, said) for said in [trial(config, first)] if said is not None]
         except (RewardInvalid, RewardImportError, RewardFailureLimit, _Fault) as error:
             faults.append(Violation((option,), f"{option}: {error}{_of_environment(option, str(error))}"))
         except RewardError as error:
@@ -320,7 +336,7 @@ class _Fault(Exception):
     """What is wrong with a user's file; the text says it."""
 
 
-def _try_algorithm(config: RunConfig) -> str | None:
+def _try_algorithm(config: RunConfig, _: _First) -> str | None:
     from openrlhf_ext.algorithms.registry import get_algorithm
     from openrlhf_ext.algorithms.trial import try_algorithm
 
@@ -339,7 +355,7 @@ def _try_algorithm(config: RunConfig) -> str | None:
         raise _Fault(f"{name} ({config.algo.module_path}) fails on a made batch:\n{told(error)}{hint}") from error
 
 
-def _try_reward(config: RunConfig) -> str | None:
+def _try_reward(config: RunConfig, first: _First) -> str | None:
     from openrlhf_ext.rewards.pool import RewardPool
 
     reward = config.reward
@@ -348,7 +364,7 @@ def _try_reward(config: RunConfig) -> str | None:
     trial = {"num_workers": 1, "timeout_s": min(reward.timeout_s, _REWARD_S)}
     with RewardPool(reward.model_copy(update=trial)) as pool:
         pool.check()
-        for prompt, label in _first_prompt(config):
+        for prompt, label in first(config):
             grade = pool.submit(prompt + COMPLETION, prompt, label, COMPLETION).result()
             return (
                 f"{COMPLETION!r} made as the answer to the first prompt: reward {grade.reward:g}, score {grade.score:g}"
@@ -356,7 +372,7 @@ def _try_reward(config: RunConfig) -> str | None:
     return "imported, and not tried: data.prompt_dataset is not on this machine"
 
 
-def _try_agent(config: RunConfig) -> str | None:
+def _try_agent(config: RunConfig, first: _First) -> str | None:
     path, policy = config.train.agent_func_path, config.actor.model_name_or_path or ""
     if path is None:
         return None
@@ -366,12 +382,13 @@ def _try_agent(config: RunConfig) -> str | None:
     try:
         with time_limit(limit_s, "importing the agent (reward.timeout_s)"):
             agent = load_agent(Path(path))
-    except Exception as error:
-        raise _Fault(str(error) if isinstance(error, ValueError) else told(error)) from error
-    for prompt, label in _first_prompt(config) if os.path.isdir(policy) else ():
+    except (Exception, SystemExit) as error:
+        text = users_part("".join(traceback.format_exception(error)))
+        raise _Fault(f"{path} cannot be imported:\n{text}" if text else str(error)) from error
+    for prompt, label in first(config) if tokenizer_fault(policy, chat=False) is None else ():
         with time_limit(2 * limit_s, "a made episode of the agent (twice reward.timeout_s)"):
             return try_agent(agent, policy, prompt, label, COMPLETION, limit_s)
-    return "imported, and not tried: model or data.prompt_dataset is not on this machine"
+    return "imported, and not tried: the model with its tokenizer, or data.prompt_dataset, is not on this machine"
 
 
 def _first_prompt(config: RunConfig) -> Iterator[tuple[str, object]]:

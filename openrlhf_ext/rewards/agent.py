@@ -1,6 +1,6 @@
 """A user's agent under the failure policy of reward functions. The agent's file is imported into the rollout engine, as
-OpenRLHF does it: its code waits with ``await`` and is not killable. Code that blocks (``time.sleep``, a long
-computation) stops the engine's event loop, and the deadline with it."""
+OpenRLHF does it: its code waits with ``await`` and is not killable. Code of an ``AgentExecutor`` that blocks
+(``time.sleep``, a long computation) stops the engine's event loop, and the deadline with it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from typing import Any
 import numpy as np
 
 from openrlhf_ext.compat import AgentExecutorBase, MultiTurnAgentExecutor
+from openrlhf_ext.rewards.earlier_agents import adapted, awaited_init
+from openrlhf_ext.rewards.endpoint import EndpointAgent
 from openrlhf_ext.rewards.executor import GradedExecutor
 from openrlhf_ext.rewards.grading import (
     FailurePolicy,
     InvalidAnswer,
     RewardError,
     RewardFailureLimit,
+    RewardImportError,
     RewardInvalid,
     RewardRaised,
     RewardResult,
@@ -30,10 +33,12 @@ from openrlhf_ext.rewards.grading import (
     finite_number,
     parse_answer,
 )
-from openrlhf_ext.rollout.response import GroupRequest, Response, ResponseRecorder, Sampling, graded
-from openrlhf_ext.user_code import told
+from openrlhf_ext.rollout.response import GroupRequest, Response, ResponseRecorder, RolloutError, Sampling, graded
+from openrlhf_ext.user_code import coroutine_place, told
 
 _STEP_KEYS = ("rewards", "environment_feedback", "done")
+_NEEDED = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine")
+_GIVEN = (*_NEEDED, "images")
 _NEEDED_KEYS = frozenset({"observation_tokens", "action_ranges", "rollout_log_probs", "reward"})
 _ROOM = 256  # tokens of the episode after the prompt
 
@@ -49,10 +54,12 @@ class GradedAgentExecutor(GradedExecutor):
     def __init__(self, agent: AgentExecutorBase, timeout_s: float, failures: FailurePolicy) -> None:
         GradedExecutor.__init__(self, failures)
         self._agent = agent
+        self._named = _named(agent.execute)
         self._timeout_s = timeout_s
 
     async def respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> list[Response]:
-        """See :class:`GradedExecutor`. Raises RewardFailureLimit also for an agent that fails before it generates."""
+        """See :class:`GradedExecutor`. Raises RewardFailureLimit also for an agent that fails before it generates, and
+        RewardImportError for one that needs what there is not."""
         return await asyncio.gather(
             *(self._respond(request, sample, tokenizer, engine) for sample in range(request.samples))
         )
@@ -77,7 +84,10 @@ class GradedAgentExecutor(GradedExecutor):
                 raise error from failure.__cause__
 
         with self._counted():
-            result = await self._settle(graded(), request.prompt, completion, request.label)
+            try:
+                result = await self._settle(graded(), request.prompt, completion, request.label)
+            finally:
+                proxy.close()
         graded_answer = {
             **(answer or proxy.last_response()),
             "reward": result.reward, "scores": result.score, "extra_logs": result.extra_logs,
@@ -90,10 +100,11 @@ class GradedAgentExecutor(GradedExecutor):
         params = engine.sampling_params(
             sampling, max_tokens=sampling.max_new_tokens, detokenize=needs_text, logprobs=1
         )  # fmt: skip
-        return {
+        given = {
             "prompt": request.prompt, "label": request.label, "sampling_params": params, "images": None,
             "max_length": sampling.max_len, "hf_tokenizer": tokenizer, "llm_engine": engine,
         }  # fmt: skip
+        return {name: given[name] for name in self._named}
 
     async def _run(self, proxy: _EngineProxy, **arguments: Any) -> Any:
         task = asyncio.create_task(self._agent.execute(**arguments))
@@ -101,14 +112,19 @@ class GradedAgentExecutor(GradedExecutor):
             while not task.done():
                 left = self._timeout_s - proxy.idle_seconds
                 if left <= 0:
+                    place = coroutine_place(task.get_coro())
+                    if isinstance(self._agent, EndpointAgent):
+                        place = self._agent.place(task)
                     raise _Failure(
                         RewardTimeout,
                         f"the agent did nothing with the engine for {self._timeout_s:g} s (--reward.timeout_s); it was "
-                        f"here: {_place(task)}",
+                        f"here: {place}",
                     )
-                await asyncio.wait([task], timeout=left)
+                await asyncio.wait([task, proxy.broken], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if proxy.broken.done():
+                    proxy.broken.result()
             return task.result()
-        except _Failure:
+        except (_Failure, RolloutError, RewardImportError):
             raise
         except InvalidAnswer as error:
             raise _Failure(RewardInvalid, f"the agent, {error}") from None
@@ -116,6 +132,14 @@ class GradedAgentExecutor(GradedExecutor):
             raise _Failure(RewardRaised, f"the agent raised:\n{told(error)}") from error
         finally:
             task.cancel()
+
+
+_REWRITE = (
+    "; a server of one's own, or an engine that is kept, cannot say whose call it is: define run_agent(prompt, label, "
+    "base_url) in the place of AgentExecutor, which gets an address for each episode (docs/agents.md)"
+)
+_NOT_FROM_ITS_LOOP = f"the agent called generate from another thread or event loop than that of execute{_REWRITE}"
+_NOT_OF_THIS_EPISODE = f"the agent called generate on the llm_engine of an episode that has ended{_REWRITE}"
 
 
 class _Failure(Exception):
@@ -127,10 +151,14 @@ class _Failure(Exception):
 
 
 class _EngineProxy:
-    """Stands in for the engine while one response is made: whose turn it is, and what was generated last."""
+    """Stands in for the engine while one response is made: whose turn it is, and what was generated last. ``broken``
+    ends the episode by an error that is none of the agent's, even if the agent lives with it."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self.broken: asyncio.Future[None] = self._loop.create_future()
+        self._closed = False
         self._waiting = 0
         self._idle_since = time.monotonic()
         self._error: Exception | None = None
@@ -148,11 +176,20 @@ class _EngineProxy:
         return 0.0 if self._waiting else time.monotonic() - self._idle_since
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        """Raises RewardImportError: asked in a way in which nobody knows for which episode."""
+        if asyncio.get_running_loop() is not self._loop:
+            misuse = RewardImportError(_NOT_FROM_ITS_LOOP)
+            self._loop.call_soon_threadsafe(self._break, misuse)
+            raise misuse
+        if self._closed:
+            raise RewardImportError(_NOT_OF_THIS_EPISODE)
         self._waiting += 1
         try:
             output = await self._engine.generate(prompt_token_ids, sampling_params, *args, **kwargs)
         except Exception as error:
             self._error = error
+            if isinstance(error, RolloutError):
+                self._break(error)
             raise
         finally:
             self._waiting -= 1
@@ -164,6 +201,15 @@ class _EngineProxy:
             pairs = zip(self.generated, completion.logprobs, strict=True)
             self._logprobs = [logprobs[token].logprob for token, logprobs in pairs]
         return output
+
+    def _break(self, error: Exception) -> None:
+        if not self.broken.done():
+            self.broken.set_exception(error)
+            self.broken.exception()  # read, so that nobody warns where the episode ends by something else
+
+    def close(self) -> None:
+        """The episode has ended."""
+        self._closed = True
 
     def raise_engine_error(self) -> None:
         """An engine that fails is no failure of the agent, whatever the agent made of it."""
@@ -192,20 +238,29 @@ def _build(path: str, timeout_s: float, max_failures: int, failure_value: float)
 
 
 def load_agent(path: Path) -> AgentExecutorBase:
-    """OpenRLHF's convention: a Python file with a class ``AgentExecutor``; or ValueError. What a
-    ``MultiTurnAgentExecutor``'s ``step`` returns as ``rewards`` and ``scores`` may be any number, not only the
-    tensor that OpenRLHF asks for (openrlhf/utils/agent.py:131)."""
+    """The file's class ``AgentExecutor``, as OpenRLHF 0.8.7 to 0.11.2 have it, or else its function ``run_agent``; or
+    ValueError. What a ``MultiTurnAgentExecutor``'s ``step`` returns as ``rewards`` and ``scores`` may be any number,
+    not only the tensor that OpenRLHF asks for (openrlhf/utils/agent.py:131)."""
     spec = importlib.util.spec_from_file_location("agent_module", path)
     if path.suffix != ".py" or spec is None or spec.loader is None or not path.is_file():
         raise ValueError(f"--train.agent_func_path must be an existing Python file, got {path}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    executor_class = getattr(module, "AgentExecutor", None)
+    executor_class, run_agent = getattr(module, "AgentExecutor", None), getattr(module, "run_agent", None)
+    if executor_class is None and run_agent is not None:
+        _check_run_agent(run_agent, path)
+        return EndpointAgent(run_agent)
     if not (isinstance(executor_class, type) and issubclass(executor_class, AgentExecutorBase)):
         raise ValueError(
             f"{path} must define a class AgentExecutor, a subclass of AgentExecutorBase or MultiTurnAgentExecutor of "
-            "openrlhf.utils.agent (docs/agents.md)"
+            "openrlhf.utils.agent, or a function run_agent(prompt, label, base_url) (docs/agents.md)"
         )
+    return _made(executor_class, path)
+
+
+def _made(executor_class: type[AgentExecutorBase], path: Path) -> AgentExecutorBase:
+    if (earlier := adapted(executor_class, partial(_checked_environment, path=path))) is not None:
+        return earlier
     _check_execute(executor_class, path)
     agent = executor_class()
     if isinstance(agent, MultiTurnAgentExecutor):
@@ -215,18 +270,36 @@ def load_agent(path: Path) -> AgentExecutorBase:
     return agent
 
 
+def _check_run_agent(run_agent: Any, path: Path) -> None:
+    try:
+        inspect.signature(run_agent).bind("prompt", "label", "base_url")
+    except TypeError as error:
+        raise ValueError(f"{_line_of(run_agent, path)}: run_agent must take prompt, label, base_url: {error}") from None
+
+
 def _check_execute(executor_class: type[AgentExecutorBase], path: Path) -> None:
-    given = ("prompt", "label", "sampling_params", "images", "max_length", "hf_tokenizer", "llm_engine")
     execute = inspect.unwrap(executor_class.execute)  # what a decorator has around it is the user's affair
     wrong = "" if inspect.iscoroutinefunction(execute) else "it is not async"
     try:
-        inspect.signature(execute).bind(None, **dict.fromkeys(given))
+        inspect.signature(execute).bind(None, **dict.fromkeys({*_NEEDED, *_named(execute)}))
     except TypeError as error:
         wrong = str(error)
     if wrong:
-        code = getattr(execute, "__code__", None)
-        place = f"{path}, line {code.co_firstlineno}" if code else str(path)
-        raise ValueError(f"{place}: AgentExecutor.execute must be async and take {', '.join(given)}: {wrong}")
+        raise ValueError(
+            f"{_line_of(execute, path)}: AgentExecutor.execute must be async and take {', '.join(_NEEDED)}: {wrong}"
+        )
+
+
+def _named(execute: Callable[..., Any]) -> list[str]:
+    """Which of the arguments that there are ``execute`` takes: those of earlier releases had no ``images``."""
+    parameters = inspect.signature(execute).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return [name for name in _GIVEN if takes_all or name in parameters]
+
+
+def _line_of(function: Any, path: Path) -> str:
+    code = getattr(function, "__code__", None)
+    return f"{path}, line {code.co_firstlineno}" if code else str(path)
 
 
 def _checked_environment(instance_class: Any, path: Path) -> Any:
@@ -239,9 +312,17 @@ def _checked_environment(instance_class: Any, path: Path) -> Any:
     except TypeError as error:
         raise ValueError(f"{path}: {name} is made anew for each episode, without arguments: {error}") from None
 
+    earlier_init = awaited_init(instance_class)
+
     class Checked(instance_class):
+        def __init__(self) -> None:
+            if earlier_init is None:
+                super().__init__()
+
         async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             try:
+                if earlier_init is not None:
+                    await earlier_init(self)
                 answer = await _awaitable(super().reset(states, **kwargs))
                 if not isinstance(answer, dict) or not isinstance(answer.get("observation"), str):
                     raise InvalidAnswer("must return states with the text 'observation'")
@@ -272,6 +353,8 @@ def _checked_step(answer: Any) -> dict[str, Any]:
         raise InvalidAnswer(f"returned environment_feedback = {text!r:.80}, which must be a text, '' for none")
     if isinstance(done := answer["done"], str) or done is None:
         raise InvalidAnswer(f"returned done = {done!r:.80}, which must be True or False")
+    if answer.get("environment_images"):
+        raise RewardImportError("the agent returned environment_images, and images are not supported: text only")
     numbers = {key: np.float64(finite_number(answer[key], key)) for key in ("rewards", "scores") if key in answer}
     return {**answer, **numbers}
 
@@ -291,16 +374,6 @@ def _reward_of(response: dict[str, Any]) -> RewardResult:
         raise _Failure(RewardInvalid, f"the agent {error}") from None
 
 
-def _place(task: asyncio.Task[Any]) -> str:
-    """The coroutines that the task waits in, from the outermost to the innermost."""
-    coroutine: Any = task.get_coro()
-    places = []
-    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
-        places.append(f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})")
-        coroutine = coroutine.cr_await
-    return " -> ".join(places) or "an unknown place"
-
-
 def try_agent(agent: AgentExecutorBase, model: str, prompt: str, label: Any, completion: str, timeout_s: float) -> str:
     """What came out of one episode with a made engine, which says ``completion`` at every turn. Raises RewardError,
     RewardFailureLimit."""
@@ -310,12 +383,23 @@ def try_agent(agent: AgentExecutorBase, model: str, prompt: str, label: Any, com
     length = len(tokenizer(prompt, add_special_tokens=False)["input_ids"]) + _ROOM
     request = GroupRequest(prompt, label, 1, Sampling(1.0, 1.0, _ROOM // 2, length))
     executor = GradedAgentExecutor(agent, timeout_s, _NoFailure(0))
-    (response,) = asyncio.run(executor.respond(request, tokenizer, _MadeEngine(tokenizer, completion)))
+    response = asyncio.run(_one_episode(executor, agent, request, tokenizer, completion))
     reward, score = graded(response.reward), graded(response.score)
     return (
         f"{completion!r} made as the answer to the first prompt, at each turn: turns {len(response.actions)}, reward "
         f"{reward:g}, score {score:g}, {int((~response.sampled_T).sum())} tokens of the environment"
     )
+
+
+async def _one_episode(
+    executor: GradedAgentExecutor, agent: AgentExecutorBase, request: GroupRequest, tokenizer: Any, completion: str
+) -> Response:
+    try:
+        (response,) = await executor.respond(request, tokenizer, _MadeEngine(tokenizer, completion))
+        return response
+    finally:
+        if (aclose := getattr(agent, "aclose", None)) is not None:
+            await aclose()
 
 
 class _NoFailure(FailurePolicy):

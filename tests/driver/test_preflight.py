@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from openrlhf_ext.algorithms import registry
+from openrlhf_ext.cli import train_ppo_ray
 from openrlhf_ext.config import ConfigError, load_config
 from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.driver import job
@@ -322,6 +323,26 @@ def test_files_of_the_users_own_are_tried_on_something_tiny(task, tmp_path, monk
     algorithm, grader = (violation.message for violation in error.value.violations)
     assert f'File "{method}", line 14, in advantages' in algorithm and "did you mean success_B?" in algorithm
     assert "must return a dict with the key 'rewards'" in grader
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]])
+def test_a_file_that_cannot_be_imported_is_in_the_report_of_all_mistakes(task, tmp_path, dry):
+    agent = tmp_path / "agent.py"
+    wrong = ["--rollout.top_p", "2", "--reward.remote_url", "null", "--train.agent_func_path", str(agent)]
+    for text, says in (
+        ("def limit():\n    raise ValueError('no key')\nlimit()\n", f'File "{agent}", line 2, in limit\n'),
+        ("import sys\nsys.exit(3)\n", f'File "{agent}", line 2, in <module>\n'),
+        ("", "train.agent_func_path: " + str(agent) + " must define a class AgentExecutor"),
+    ):
+        agent.write_text(f"{text}class AgentExecutor: ...\n")
+        with pytest.raises(ConfigError) as error:
+            train_ppo_ray.start([*task.options("out"), *wrong, *dry])
+        about_top_p, about_agent = (violation.message for violation in error.value.violations)
+        assert about_top_p.startswith("rollout.top_p") and says in about_agent, about_agent
+    reward = tmp_path / "reward.py"
+    reward.write_text("import no_such_module\ndef reward_func(queries, prompts, labels): ...\n")
+    with pytest.raises(ConfigError, match="rollout.top_p(.|\n)*No module named 'no_such_module'"):
+        train_ppo_ray.start([*task.options("out"), "--rollout.top_p", "2", "--reward.remote_url", str(reward), *dry])
 
 
 def test_what_is_not_on_this_machine_is_said_before_ray(task, monkeypatch):

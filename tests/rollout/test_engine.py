@@ -258,7 +258,7 @@ def test_samples_do_not_depend_on_the_order_of_prompts(rig: Rig) -> None:
     assert first != sample(99, range(len(prompts)))
 
 
-def group_request(prompt: str, samples: int, tokens: int, seed: int | None = None) -> GroupRequest:
+def group_request(prompt: str, samples: int, tokens: int | None, seed: int | None = None) -> GroupRequest:
     return GroupRequest(prompt, "", samples, Sampling(1.0, 1.0, tokens, 64), seed)
 
 
@@ -273,6 +273,32 @@ def test_groups_come_from_the_executor_and_its_time_is_told_apart(rig: Rig) -> N
     assert stats["reward_failures"] == ["no grade"]
     assert 0 < stats["generation_s"] < elapsed - stats["exposed_grading_s"] and stats["exposed_grading_s"] > 0.15
     assert ray.get(rig.engine.rollout_stats.remote())["generated_tokens"] == 0
+
+
+AGENT = """
+from openai import OpenAI
+
+def run_agent(prompt, label, base_url):
+    with OpenAI(base_url=base_url, api_key="any", max_retries=0) as client:
+        said = client.completions.create(model="any", prompt=prompt, max_tokens=8).choices[0].text
+        client.completions.create(model="any", prompt=prompt + said + " is 12 so?", max_tokens=8)
+    return 1.0
+"""
+
+
+def test_an_agent_s_conversation_is_what_was_sampled_of_the_policy(rig: Rig, tmp_path: Path) -> None:
+    """The model is random: what it says does not become the same tokens when its text is tokenized again."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    asked = group_request("what?", 6, None, seed=5)
+    responses = ray.get(rig.engine.episodes.remote(str(tmp_path / "agent.py"), asked), timeout=PATIENCE_S)
+    for response in responses:
+        first, second = response.actions
+        assert first[1] - first[0] <= 8 and second[1] == len(response.tokens_S) and response.reward == 1.0
+        assert response.versions == ((rig.version, *first), (rig.version, *second))
+        expected = tiny.logprobs(rig.model, response.tokens_S.tolist())
+        expected = torch.cat([expected[start - 1 : stop - 1] for start, stop in response.actions])
+        assert (expected - torch.tensor(response.logprobs_T)).abs().max() < TOLERANCE
+    assert len({tuple(response.tokens_S) for response in responses}) == 6, "each sample has a seed of its own"
 
 
 def test_flat_logprobs_are_those_of_the_sampled_tokens(rig: Rig) -> None:

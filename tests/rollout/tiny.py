@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from vllm import SamplingParams
 
+from openrlhf_ext.rewards.agent import make_agent_executor
 from openrlhf_ext.rollout.engine import RolloutEngine
-from openrlhf_ext.rollout.response import GroupRequest
+from openrlhf_ext.rollout.response import GroupRequest, Response
 from openrlhf_ext.rollout.sync.plan import Receipt
 from tests.patience import PATIENCE_S
 
@@ -116,6 +117,10 @@ class SabotagedEngine(RolloutEngine):
         """One request for each length, in this order: calls from outside may be begun in another one."""
         params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
         await asyncio.gather(*(self.generate(token_ids, each) for each in params))
+
+    async def episodes(self, agent: str, request: GroupRequest) -> list[Response]:
+        """Of an agent's file."""
+        return await make_agent_executor(agent, PATIENCE_S, 0, 0.0)().respond(request, self._tokenizer, self)
 
     async def batch_limits(self) -> tuple[int, int]:
         scheduler = self.llm._engine.vllm_config.scheduler_config

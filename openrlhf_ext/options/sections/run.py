@@ -81,7 +81,8 @@ class Train(Section):
         "self-test: train with learning rate 0 and fail if a step changes a weight, the policy's log-probs, or what "
         "the engines sample from")
     agent_func_path: str | None = option(None,
-        "a .py file that defines AgentExecutor, for multi-turn rollouts with rewards of their own", path="input")
+        "a .py file that defines run_agent or AgentExecutor, for multi-turn rollouts with rewards of their own",
+        path="input")
     step_timeout_s: Float = added(1800, "longest time one training step may take, seconds", gt=0)
     max_restarts: Int = added(0, "how many times a failed run is started again, from its last checkpoint in ckpt.path",
         ge=0)

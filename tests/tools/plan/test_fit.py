@@ -25,7 +25,7 @@ def words(model: str, ranks: int, **options: object) -> list[str]:
     given = {
         "actor.model_name_or_path": MODELS / model, "actor.num_nodes": -(-ranks // 8),
         "actor.num_gpus_per_node": min(8, ranks), "rollout.batch_size": 128, "rollout.n_samples_per_prompt": 8,
-        "train.batch_size": 1024, "dry_run": True,
+        "train.batch_size": 1024, "algo.advantage.estimator": "grpo", "dry_run": True,
     } | {name.replace("__", "."): value for name, value in options.items()}  # fmt: skip
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
