@@ -51,6 +51,13 @@ def test_a_script_of_an_earlier_release_is_read_as_todays(load):
     assert zero.startswith("ds.zero_stage is not an option of the Megatron policy") and "got 3" in zero
 
 
+def test_one_earlier_name_offloads_reference_and_reward_model(load):
+    config = load("--ref_reward_offload", "--reward_pretrain", "model")
+    assert config.ref.offload and config.reward.offload
+    alone = load("--ref_reward_offload")
+    assert alone.ref.offload and not alone.reward.offload
+
+
 def test_a_script_without_an_estimator_runs_the_one_of_its_release(load):
     assert load("--micro_train_batch_size", "2").algo.advantage.estimator == "gae"
     assert load("--train.micro_batch_size", "2").algo.advantage.estimator == "grpo"
