@@ -51,13 +51,6 @@ def test_a_script_of_an_earlier_release_is_read_as_todays(load):
     assert zero.startswith("ds.zero_stage is not an option of the Megatron policy") and "got 3" in zero
 
 
-def test_one_earlier_name_offloads_reference_and_reward_model(load):
-    config = load("--ref_reward_offload", "--reward_pretrain", "model")
-    assert config.ref.offload and config.reward.offload
-    alone = load("--ref_reward_offload")
-    assert alone.ref.offload and not alone.reward.offload
-
-
 def test_a_script_without_an_estimator_runs_the_one_of_its_release(load):
     assert load("--micro_train_batch_size", "2").algo.advantage.estimator == "gae"
     assert load("--train.micro_batch_size", "2").algo.advantage.estimator == "grpo"
@@ -106,3 +99,10 @@ def test_what_deepspeed_is_given_is_megatrons(load, problems):
     assert both.warnings[0].startswith("ds.tensor_parallel_size has no effect: got 2, and megatron.")
     (half,) = problems("--ds.param_dtype", "fp16")
     assert half.startswith("megatron.param_dtype: expected one of") and "as ds.param_dtype" in half
+
+
+def test_one_earlier_name_offloads_reference_and_reward_model(load):
+    config = load("--ref_reward_offload", "--reward_pretrain", "model")
+    assert config.ref.offload and config.reward.offload
+    alone = load("--ref_reward_offload")
+    assert alone.ref.offload and not alone.reward.offload
