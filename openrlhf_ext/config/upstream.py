@@ -194,6 +194,8 @@ def of_earlier(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     faults: list[str] = []
     if _is_on(given.get("bf16")):
         values["megatron.param_dtype"] = "bf16"
+    if _is_on(given.get("ref_reward_offload")) and "reward_pretrain" in given:
+        values["reward.offload"] = True  # one name for both models
     if (coef := _number(given, "ptx_coef", 0.0, faults)) > 0:
         faults.append(f"ptx_coef {coef:g} would mix pretraining data into the loss, which is not built; set it to 0")
     if any(name in given for name in _LENGTHS):

@@ -110,3 +110,10 @@ def test_what_deepspeed_is_given_is_megatrons(load, problems):
     assert both.warnings[0].startswith("ds.tensor_parallel_size has no effect: got 2, and megatron.")
     (half,) = problems("--ds.param_dtype", "fp16")
     assert half.startswith("megatron.param_dtype: expected one of") and "as ds.param_dtype" in half
+
+
+def test_one_earlier_name_offloads_reference_and_reward_model(load):
+    config = load("--ref_reward_offload", "--reward_pretrain", "model")
+    assert config.ref.offload and config.reward.offload
+    alone = load("--ref_reward_offload")
+    assert alone.ref.offload and not alone.reward.offload
