@@ -332,6 +332,8 @@ def in_flight(layout: ParallelLayout, stage: int, micro_batches: int) -> int:
 # ---- moments of a run -----------------------------------------------------------------------------------------------
 
 _CONTEXTS = "CUDA contexts and NCCL (estimate)"
+REWARD = "reward model"
+"""The name of the reward model among frozen models."""
 _WORKING = ("activations", "fragments (estimate)", "head: workspace, hidden states and their gradient")
 _FRAGMENTS = 0.1
 """Of the activations: what torch's allocator loses to fragments. An estimate."""
@@ -528,7 +530,8 @@ def moments(
             return (*found, Moment("training", {**training, **of_critic, **beside}))
         found.append(Moment("training", training))
         if critic is not None:
-            with_reward = beside if config.critic_shares_with_reward and not config.reward.offload else {}
+            stays = config.critic_shares_with_reward and not config.reward.offload
+            with_reward = {name: size for name, size in beside.items() if stays and name == f"weights of the {REWARD}"}
             parts = {**critic_states, **critic_working, **with_reward, _CONTEXTS: RESERVE_BYTES}
             found.append(Moment("training the critic", parts))
         found += [

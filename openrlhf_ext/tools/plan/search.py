@@ -25,6 +25,7 @@ from openrlhf_ext.options import Section, is_set, nest
 from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.tools.plan.memory import (
     GIB,
+    REWARD,
     Moment,
     StateOptions,
     Trained,
@@ -365,7 +366,7 @@ class Planner:
         if config.reference_ranks:
             frozen["reference"] = frozen_weights(config, self.shape, config.reference_ranks)
         if config.has_reward_model and not (config.reward.offload and config.train.colocate_all):
-            frozen["reward model"] = frozen_weights(config, self._reward_shape, config.reward_ranks)
+            frozen[REWARD] = frozen_weights(config, self._reward_shape, config.reward_ranks)
         if config.guide_ranks:
             frozen["guide"] = frozen_weights(config, self._guide_shape, config.guide_ranks)
         return trained(config, self.work, policy_in(config, self.shape), critic, frozen)
