@@ -163,6 +163,7 @@ def make_batch(prompts: int, size: int, positions: int, *, tokens: str = "text",
         old_logprobs=-torch.empty(count).exponential_(1.0, generator=generator),
         entropies=torch.empty(count).exponential_(2.0, generator=generator),
         values=torch.empty(count).uniform_(generator=generator),
+        guide_logprobs=-torch.empty(count).exponential_(1.0, generator=generator),
         group_size=size,
     )
 
