@@ -163,8 +163,8 @@ class BuiltModel:
         """Whole HF tensors on global rank 0; all ranks must exhaust the iterator."""
         return iter(self.exporter(value))
 
-    def export_rows(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[HFRows]:
-        return self.exporter(value).rows()
+    def export_rows(self) -> Iterator[HFRows]:
+        return self.exporter().rows()
 
     def write_hf(
         self, target: str | Path, config_changes: Mapping[str, Any] | None = None,
@@ -172,7 +172,7 @@ class BuiltModel:
     ) -> dict[str, int]:  # fmt: skip
         """Writes an HF checkpoint (``hf_files.save_hf``) from rank 0; none of the others waits for the disk. Returns on
         rank 0 the size in bytes of every file by its name; on the others, which may return long before, nothing."""
-        rows = self.export_rows(value)
+        rows = self.export_rows() if value is None else self.exporter(value).rows()
         if dist.get_rank() == 0:
             tensors = hf_tensors(self.shape)
             return save_hf(rows, tensors, self.dtype, self.side_files, target, config_changes=config_changes)
