@@ -347,4 +347,20 @@ def evaluation_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "eval/reward_mean": sum(graded(response.reward) for response in responses) / len(responses),
         "eval/response_length_mean": sum(response.span for response in responses) / len(responses),
         "eval/samples": float(len(responses)),
+        **_by_source(groups),
     }
+
+
+def _by_source(groups: Sequence[Group]) -> dict[str, float]:
+    """OpenRLHF's names for held-out records of several ``datasource``: mean over the prompts of each of their best and
+    their mean score."""
+    sources = {source: [group for group in groups if group.prompt.source == source] for source in
+               sorted({group.prompt.source for group in groups})}  # fmt: skip
+    if len(sources) < 2:
+        return {}
+    metrics = {}
+    for source, own in sources.items():
+        best = [max(graded(response.score) for response in group.responses) for group in own]
+        metrics[f"eval_{source}_pass{len(own[0].responses)}"] = sum(best) / len(own)
+        metrics[f"eval_{source}_pass1"] = sum(group.mean_score for group in own) / len(own)
+    return metrics

@@ -41,11 +41,12 @@ class FilterExhaustedError(RuntimeError):
 @dataclass(frozen=True)
 class Prompt:
     """One prompt that was drawn, ``number`` others before it; its text is sampled from, the reward function gets its
-    label."""
+    label. ``source``: what its record calls ``datasource``, of held-out prompts only."""
 
     number: int
     text: str
     label: Any
+    source: str = "default"
 
 
 class PromptStream:
@@ -82,7 +83,10 @@ class PromptStream:
 
 def all_prompts(loader: Iterable[Any]) -> list[Prompt]:
     """One pass over a loader."""
-    return [Prompt(number, text, label) for number, (_, (text,), (label,), _) in enumerate(loader)]
+    return [
+        Prompt(number, text, label, str(source))
+        for number, ((source,), (text,), (label,), _) in enumerate(loader)
+    ]
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------

@@ -167,6 +167,9 @@ METRICS = (
     Metric("eval/response_length_mean", "tokens", "mean completion length on the held-out prompts"),
     Metric("eval/reward_mean", "reward", "mean reward on the held-out prompts"),
     Metric("eval/samples", "completions", "completions sampled for the evaluation"),
+    Metric("eval_*", "fraction",
+        "for held-out records of several `datasource`, of each the mean over prompts of the best of N scores and of "
+        "their mean: `eval_NAME_passN`, `eval_NAME_pass1`"),
     Metric("time/eval", "s", "the evaluation; not part of `time/step`"),
     Metric("reward_log/*", "the function's", "mean of each key the reward function returns in `extra_logs`"),
     Metric("algorithm/groups", "groups", "prompts whose completions were shaped in the step"),
@@ -217,7 +220,7 @@ METRICS = (
 """All metrics, in the order of docs/metrics.md."""
 
 _NAMES = frozenset(metric.name for metric in METRICS)
-_FAMILIES = tuple(metric.name.removesuffix("*") for metric in METRICS if metric.name.endswith("/*"))
+_FAMILIES = tuple(metric.name.removesuffix("*") for metric in METRICS if metric.name.endswith("*"))
 
 
 def is_documented(name: str) -> bool:

@@ -19,7 +19,7 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import data, job
 from openrlhf_ext.driver.experience import Experience
 from openrlhf_ext.driver.loop import TrainingLoop, evaluation_metrics
-from openrlhf_ext.driver.rollouts import Group, Prompt, PromptStream, Rollouts
+from openrlhf_ext.driver.rollouts import Group, Prompt, PromptStream, Rollouts, all_prompts
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.megatron.step.batch import LogprobEntropy
 from openrlhf_ext.reporting import EventLog, is_documented
@@ -255,6 +255,18 @@ def test_held_out_accuracy_is_over_prompts() -> None:
     assert metrics["eval/accuracy"] == 0.75 and metrics["eval/samples"] == 4
     assert all(map(is_documented, metrics))
     assert metrics["eval/accuracy_stderr"] == pytest.approx(0.25) and metrics["eval/response_length_mean"] == 2
+
+
+def test_held_out_sources_are_told_apart_by_openrlhfs_names() -> None:
+    groups = [
+        Group(Prompt(i, "p", "", source), [response("p", 0, 0, score) for score in scores])
+        for i, (source, scores) in enumerate([("aime", (1.0, 0.0)), ("aime", (0.0, 0.0)), ("amc", (1.0, 1.0))])
+    ]
+    metrics = evaluation_metrics(groups)
+    named = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+    assert named == {"eval_aime_pass2": 0.5, "eval_aime_pass1": 0.25, "eval_amc_pass2": 1.0, "eval_amc_pass1": 1.0}
+    assert all(map(is_documented, metrics))
+    assert [prompt.source for prompt in all_prompts(Loader(2))] == ["source", "source"]
 
 
 def test_the_algorithm_gets_the_initial_entropy_and_a_resumed_run_keeps_it(
