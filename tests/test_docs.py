@@ -36,7 +36,7 @@ MODEL = {
 # what stands for the reader's own files
 YOURS = {
     "OpenRLHF/Llama-3-8b-sft-mixture": "chat_model", "OpenRLHF/prompt-collection-v0.1": "chats.jsonl",
-    "/openrlhf/examples/python/reward_func.py": "reward.py",
+    "/openrlhf/examples/python/reward_func.py": "reward.py", "/openrlhf/examples/test_scripts": "out",
     "/path/to/qwen2.5-7b": "model", "/models/Qwen2.5-7B-Instruct": "model", "/models/my-reward-model": "model",
     "my_reward.py": "reward.py",
 }  # fmt: skip

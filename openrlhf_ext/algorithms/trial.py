@@ -87,6 +87,7 @@ def _loss(algorithm: Algorithm, batch: RolloutBatch, shaped: LossBatch) -> float
     logprobs_N = (1.02 * batch.old_logprobs).requires_grad_()
     prepared = algorithm.prepare(logprobs_N.detach(), shaped.mini_batch(slice(None)), seed=0).lean()
     value = algorithm.loss(logprobs_N, prepared).value
+    algorithm.entropy_slope(prepared)  # of a bonus: it reads a denominator that a loss of one's own may lack
     (gradient_N,) = torch.autograd.grad(value, logprobs_N)
     check_values(f"the gradient of {algorithm.name}.loss", gradient_N, prepared.segments)
     whole, half = float(value.detach()), len(prepared) // 2

@@ -523,7 +523,7 @@ def _derive(values: dict[str, Any]) -> None:
 
 def _resolved_defaults(config: RunConfig) -> Iterable[tuple[str, Any]]:
     """Defaults that follow from typed settings, so that the configuration that is shown loads back to the same run."""
-    if config.algo.advantage.estimator in OPENRLHF:
+    if config.algo.advantage.estimator in OPENRLHF and config.own_options.get("kl_coef") is None:
         yield "algo.kl.init_coef", OPENRLHF_KL
     if config.actor.gradient_checkpointing_enable:
         yield "megatron.recompute", "full"

@@ -21,7 +21,7 @@ from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_value_scale
 from openrlhf_ext.options import Section, Violation, idle_options, is_set, no_effect, value_of
-from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS, GUIDED, SINGLE
+from openrlhf_ext.options.sections.algo import CUSTOM, DISTILLATION, ESTIMATORS, MIXED, SINGLE
 
 # a violation has its options and its words, as in a table
 # fmt: off
@@ -204,11 +204,11 @@ def reward_model(config: RunConfig) -> Iterator[Violation]:
 
 def guide(config: RunConfig) -> Iterator[Violation]:
     estimator = config.algo.advantage.estimator
-    if estimator == GUIDED[1] and not config.has_guide:
+    if estimator == DISTILLATION and not config.has_guide:
         yield Violation((_GUIDE, "algo.advantage.estimator"),
             f"{_GUIDE} is required with algo.advantage.estimator {estimator}, which learns from it: give the folder "
             "of a checkpoint with the policy's tokenizer")
-    if estimator == GUIDED[0] and config.own_options.get("zero_batch") and not config.has_guide:
+    if estimator == MIXED and config.own_options.get("zero_batch") and not config.has_guide:
         yield Violation(("algo.mixed_policy_dapo", _GUIDE),
             f"algo.mixed_policy_dapo.zero_batch needs log-probs of a guiding policy: got true and no {_GUIDE}; set "
             f"{_GUIDE}, or switch zero_batch off")

@@ -11,7 +11,7 @@ from pydantic import PrivateAttr
 
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.options import Int, Option, Section, added, describe, is_set, no_meaning, not_yet, sections
-from openrlhf_ext.options.sections.algo import GUIDED
+from openrlhf_ext.options.sections.algo import GUIDED, MIXED
 from openrlhf_ext.options.sections.models import FP8
 
 _PROBE_LENGTH = 160
@@ -155,7 +155,7 @@ class RunConfig(Section):
 
     @property
     def guide_samples(self) -> int:
-        samples = self.has_guide and self.algo.advantage.estimator == GUIDED[0]
+        samples = self.has_guide and self.algo.advantage.estimator == MIXED
         return self.guide.samples_per_prompt if samples else 0
 
     @property

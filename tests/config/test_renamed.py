@@ -67,6 +67,8 @@ def test_a_script_without_an_estimator_runs_openrlhfs(load, run_dir):
     assert load("--algo.kl.init_coef", "0").algo.kl.init_coef == 0
     assert load("--algo.advantage.estimator", "rloo").algo.kl.init_coef == 0.01
     assert load("--algo.advantage.estimator", "gtpo_entropy").algo.kl.init_coef == 0
+    own = load("--algo.advantage.estimator", "rloo", "--algo.rloo.kl_coef", "0.1")
+    assert own.algo.kl.init_coef == 0, "a penalty of the method's own takes the place of the default"
 
 
 @pytest.mark.parametrize(

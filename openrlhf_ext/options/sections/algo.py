@@ -17,8 +17,9 @@ ESTIMATORS = tuple(module.name for module in pkgutil.iter_modules([str(_METHODS)
 """The methods of the package: names of their files, which are not imported here, since they import torch."""
 CUSTOM = "custom"
 """The estimator that the file of ``algo.module_path`` registers."""
-GUIDED = ("mixed_policy_dapo", "on_policy_distillation")
-"""Estimators that have a guide; that of the first samples too."""
+MIXED, DISTILLATION = "mixed_policy_dapo", "on_policy_distillation"
+GUIDED = (MIXED, DISTILLATION)
+"""The estimators that have a guide; that of the first samples too."""
 if TYPE_CHECKING:
     Estimator = str
 else:
@@ -28,7 +29,7 @@ OPENRLHF = ("gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_
 """OpenRLHF's estimators."""
 OPENRLHF_KL = 0.01
 """Their KL coefficient where none is given; the other methods' papers have no penalty."""
-SINGLE = ("gae", "reinforce", "flash_reinforce", "on_policy_distillation", CUSTOM)
+SINGLE = ("gae", "reinforce", "flash_reinforce", DISTILLATION, CUSTOM)
 """Estimators for which one response per prompt is enough; all others compare those of a prompt."""
 # Names that are known elsewhere, and what to use here.
 OTHER_ESTIMATORS = {

@@ -41,8 +41,8 @@ class Train(Section):
     colocate_critic_reward: bool = option(False,
         "share GPUs between critic and reward model, one rank of each on every GPU")
     colocate_all: bool = option(False,
-        "policy ranks and engine workers share GPUs, one of each on every GPU (docs/modes.md); see ds.enable_sleep "
-        "and vllm.enable_sleep")
+        "policy ranks and engine workers share GPUs, one of each on every GPU, and other models the policy's; engines "
+        "that sample while it trains have GPUs of their own (docs/modes.md); see ds.enable_sleep and vllm.enable_sleep")
     max_staleness: Int | None = added(None,
         "weight versions that a trained token may lag behind the policy (more: train.late_groups); above 0 the "
         "engines sample while the policy trains (docs/modes.md), and algo.advantage.is_correction_level is token "

@@ -592,10 +592,11 @@ def host_memory(config: RunConfig, policy: TrainedModel) -> dict[str, int]:
     """Of a node, by part, if all its ranks were the fullest."""
     fullest = max(policy.states, key=lambda one: one.weights + one.optimizer)
     per_node = config.actor.num_gpus_per_node
-    moved = fullest.weights + fullest.optimizer
+    moved, average = fullest.weights + fullest.optimizer, 4 * fullest.weights // param_bytes(config.megatron)
     return _there({
         "states of sleeping ranks": per_node * moved if config.ds.enable_sleep else 0,
         "reference policy": per_node * fullest.weights if config.has_reference else 0,
+        "moving average (fp32)": per_node * average if config.train.enable_ema else 0,
         "checkpoint on its way to disk": per_node * moved if config.ckpt.async_enable and config.ckpt.saves else 0,
     })  # fmt: skip
 
@@ -603,7 +604,7 @@ def host_memory(config: RunConfig, policy: TrainedModel) -> dict[str, int]:
 def checkpoints(config: RunConfig, parameters: int) -> dict[str, int]:
     """Bytes on disk of the policy's checkpoints that are kept, by form."""
     ckpt, size = config.ckpt, param_bytes(config.megatron)
-    resumable = parameters * (size + 12 if size == 2 else 12)
+    resumable = parameters * ((size + 12 if size == 2 else 12) + (4 if config.train.enable_ema else 0))
     kept = ckpt.max_num if ckpt.saves else 0
     return _there({
         f"{kept} to resume from": 0 if ckpt.disable_ds else kept * resumable,
