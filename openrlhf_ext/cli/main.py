@@ -143,6 +143,6 @@ positive = at_least(1)
 
 
 def _is_run_option(name: str) -> bool:
-    from openrlhf_ext.config.run_config import find_option  # late: the doctor has to run where packages are missing
+    from openrlhf_ext.config import option_table  # late: the doctor has to run where packages are missing
 
-    return "." in name or find_option(name) is not None
+    return "." in name or option_table().find(name) is not None

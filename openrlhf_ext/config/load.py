@@ -8,22 +8,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from yaml.composer import ComposerError
 
 from openrlhf_ext.config.files import is_url, resolve_path
 from openrlhf_ext.config.rules import Findings, check_config, check_settings
-from openrlhf_ext.config.run_config import (
-    RunConfig,
-    UsageError,
-    find_option,
-    from_words,
-    is_section,
-    nearest_option,
-    option_table,
-)
+from openrlhf_ext.config.run_config import RunConfig, option_table
 from openrlhf_ext.config.show import format_help
 from openrlhf_ext.config.upstream import EARLIER_DEFAULTS, STANDS_FOR, is_earlier, of_earlier, origin_of, read_earlier
 from openrlhf_ext.inputs import InputError, read_text, shown
@@ -40,8 +32,10 @@ from openrlhf_ext.options import (
     value_text,
 )
 from openrlhf_ext.options.sections.algo import OPENRLHF, OPENRLHF_KL, OTHER_ESTIMATORS
+from openrlhf_ext.options.table import Configuration, OptionTable, UsageError, from_words, table_of
 
 COMMAND_LINE = "command line"
+C = TypeVar("C", bound=Configuration)
 
 
 @dataclass(frozen=True)
@@ -136,7 +130,7 @@ def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
 ConfigLoader.add_constructor(f"{_TAG}int", _integer)
 
 
-def read_yaml(path: str) -> tuple[list[Setting], list[Violation]]:
+def read_yaml(path: str, table: OptionTable) -> tuple[list[Setting], list[Violation]]:
     """Settings of a YAML file, in its order, and what is wrong with the file itself (absent, no YAML, a key twice).
 
     Nested and dotted keys may be mixed.
@@ -153,7 +147,7 @@ def read_yaml(path: str) -> tuple[list[Setting], list[Violation]]:
     if not isinstance(root, yaml.MappingNode):
         kind = "a list" if isinstance(root, yaml.SequenceNode) else repr(root.value)
         return [], [Violation((), f"--config {path} must hold a mapping of options (name: value), got {kind}")]
-    reader = _YamlReader(path, loader)
+    reader = _YamlReader(path, loader, table)
     return list(reader.settings(root, "")), reader.violations
 
 
@@ -170,19 +164,19 @@ def _yaml_fault(path: str, error: yaml.YAMLError) -> str:
 class _YamlReader:
     """Walks the nodes of one file, so that every value keeps its line."""
 
-    def __init__(self, path: str, loader: ConfigLoader) -> None:
-        self.path, self.loader = path, loader
+    def __init__(self, path: str, loader: ConfigLoader, table: OptionTable) -> None:
+        self.path, self.loader, self.table = path, loader, table
         self.violations: list[Violation] = []
         self._lines: dict[str, int] = {}
 
     def settings(self, node: yaml.Node, name: str) -> Iterator[Setting]:
-        option = option_table().get(name)
+        option = self.table.get(name)
         is_leaf = option is not None and option.arity != "open"
         is_null = isinstance(node, yaml.ScalarNode) and node.tag == f"{_TAG}null"
         if isinstance(node, yaml.MappingNode) and not is_leaf:
             for key, value in node.value:
                 yield from self.settings(value, f"{name}.{key.value}" if name else str(key.value))
-        elif not (is_null and is_section(name)):  # a section with all its lines commented out
+        elif not (is_null and self.table.is_section(name)):  # a section with all its lines commented out
             yield self._setting(node, name)
 
     def _setting(self, node: yaml.Node, name: str) -> Setting:
@@ -194,15 +188,15 @@ class _YamlReader:
         return Setting(name, self.loader.construct_object(node, deep=True), f"{self.path}:{line}")
 
 
-def read_command_line(argv: Sequence[str]) -> CommandLine:
+def read_command_line(argv: Sequence[str], table: OptionTable) -> CommandLine:
     line = CommandLine()
     for word, values in _words_by_option(argv, line.violations):
         if word in ("--help", "-h"):
             line.help_filter = " ".join(values)
         elif word == "--config":
-            _add_config_file(line, values)
+            _add_config_file(line, values, table)
         else:
-            _add_setting(line, word.removeprefix("--"), values)
+            _add_setting(line, word.removeprefix("--"), values, table)
     return line
 
 
@@ -220,8 +214,8 @@ def _words_by_option(argv: Sequence[str], violations: list[Violation]) -> Iterat
     yield from groups
 
 
-def _add_config_file(line: CommandLine, values: list[str]) -> None:
-    named = [word for word in values if find_option(word) is not None and not os.path.exists(word)]
+def _add_config_file(line: CommandLine, values: list[str], table: OptionTable) -> None:
+    named = [word for word in values if table.find(word) is not None and not os.path.exists(word)]
     if named:  # what follows it are its values
         said = f"options start with --: got {named[0]!r} behind --config; did you mean --{named[0]}?"
         line.violations.append(Violation((), said))
@@ -232,9 +226,9 @@ def _add_config_file(line: CommandLine, values: list[str]) -> None:
         line.violations.append(Violation((), "--config takes the path of a YAML file, got none"))
 
 
-def _add_setting(line: CommandLine, name: str, words: list[str]) -> None:
-    option = find_option(name)
-    if option is None and not is_earlier(name):
+def _add_setting(line: CommandLine, name: str, words: list[str], table: OptionTable) -> None:
+    option = table.find(name)
+    if option is None and not (table.model is RunConfig and is_earlier(name)):
         line.settings.append(Setting(name, words, COMMAND_LINE))  # reported with the unknown names of the files
         return
     try:
@@ -269,11 +263,11 @@ def flattened(name: str, value: Any, origin: str) -> Iterator[Setting]:
         yield from flattened(f"{name}.{key}", inner, origin)
 
 
-def unknown_option(setting: Setting) -> Violation:
-    if is_section(setting.name):
+def unknown_option(setting: Setting, table: OptionTable) -> Violation:
+    if table.is_section(setting.name):
         message = f"{setting.name} is a group of options: give one of {setting.name}.* ({setting.origin})"
         return Violation((setting.name,), message)
-    nearest = nearest_option(setting.name)
+    nearest = table.nearest(setting.name)
     hint = f"did you mean {nearest}?" if nearest else "--help lists all options"
     options = (setting.name,) if nearest is None else (setting.name, nearest)
     return Violation(options, f"unknown option {setting.name} ({setting.origin}); {hint}")
@@ -311,7 +305,8 @@ def load_config(
     Raises:
         ConfigError: lists every violation: unknown names, wrong types, unsupported options, broken rules, absent files.
     """
-    line = read_command_line(argv)
+    table = option_table()
+    line = read_command_line(argv, table)
     if line.help_filter is not None:
         own_files = [str(setting.value) for setting in line.settings if setting.name == "algo.module_path"]
         sys.stdout.write(format_help(line.help_filter, resolve_path(own_files[-1], "input") if own_files else None))
@@ -320,7 +315,7 @@ def load_config(
     violations = list(line.violations)
     readable = True
     for path in line.config_files:
-        found, broken = read_yaml(path)
+        found, broken = read_yaml(path, table)
         settings += found
         violations += broken
         readable &= all(violation.options for violation in broken)
@@ -335,7 +330,10 @@ def build_config(values: Mapping[str, Any], *, origin: str = "code", files: bool
 
 
 @dataclass
-class _Draft:
+class Draft:
+    """A configuration while it is made of its settings."""
+
+    table: OptionTable
     violations: list[Violation]
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -358,22 +356,22 @@ def _build(
     choice: Choice | None = None,
 ) -> RunConfig:  # fmt: skip
     """There are no ``rules`` when a file could not be read: they would be about defaults that nobody meant."""
-    draft = _Draft(violations)
-    _collect(draft, _todays(draft, settings))
-    _resolve_paths(draft)
+    draft = Draft(option_table(), violations)
+    collect(draft, _todays(draft, settings))
+    resolve_paths(draft)
     _stand_in(draft)
     _derive(draft.values)
-    config = _typed(draft)
+    config = typed(draft, RunConfig)
     if resolved := {name: value for name, value in _resolved_defaults(config) if not is_set(config, name)}:
         draft.values |= resolved
-        config = _typed(draft)
+        config = typed(draft, RunConfig)
     if choice is not None and rules and config.megatron.layout == "auto":
         config._sources = draft.origins
         made = choice(config)
         draft.origins |= {name: _chosen_origin(draft, name) for name in made if len(made) > 1 or name in draft.origins}
         draft.values |= made
-        config = _typed(draft)
-    for violation, is_fault in _unsupported(config, draft.origins):
+        config = typed(draft, RunConfig)
+    for violation, is_fault in unsupported(config, draft.origins):
         if is_fault:
             draft.violations.append(violation)
         else:
@@ -390,10 +388,10 @@ def _build(
     return config
 
 
-def _todays(draft: _Draft, settings: Sequence[Setting]) -> Iterator[Setting]:
+def _todays(draft: Draft, settings: Sequence[Setting]) -> Iterator[Setting]:
     """The settings with those in names of an earlier OpenRLHF read as today's; a script of 0.8 or 0.9 keeps its
     defaults."""
-    earlier = {setting.name: setting for setting in settings if find_option(setting.name) is None}
+    earlier = {setting.name: setting for setting in settings if draft.table.find(setting.name) is None}
     earlier = {name: setting for name, setting in earlier.items() if is_earlier(name)}
     if not earlier:
         return iter(settings)
@@ -417,12 +415,12 @@ def _todays(draft: _Draft, settings: Sequence[Setting]) -> Iterator[Setting]:
     return iter([*defaults, *before, *of_old, *after])
 
 
-def _collect(draft: _Draft, settings: Iterable[Setting]) -> None:
+def collect(draft: Draft, settings: Iterable[Setting]) -> None:
     """Known settings into ``draft``. The last value wins, also over values above and below its name in open maps."""
     for setting in settings:
-        option = find_option(setting.name)
+        option = draft.table.find(setting.name)
         if option is None or (option.arity == "open" and option.name == setting.name):
-            draft.reject(unknown_option(setting))
+            draft.reject(unknown_option(setting, draft.table))
             continue
         for name in [other for other in draft.values if _overlap(other, setting.name)]:
             del draft.values[name], draft.origins[name]
@@ -434,7 +432,7 @@ def _overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
-def _stand_in(draft: _Draft) -> None:
+def _stand_in(draft: Draft) -> None:
     """Sizes and types that OpenRLHF gives DeepSpeed are Megatron's, unless those are given."""
     if any(f"megatron.{size}" in draft.values for size in _SIZES):
         draft.values.setdefault("megatron.layout", "given")
@@ -447,12 +445,12 @@ def _stand_in(draft: _Draft) -> None:
                 draft.lines.append(no_effect(name, value, f"{ours} is given as {value_text(draft.values[ours])}"))
             continue
         draft.values[ours], draft.origins[ours] = value, origin_of(draft.origins[name], name)
-        if str(value) != str(option_table()[name].default):
+        if str(value) != str(draft.table[name].default):
             draft.lines.append(f"{name} {value_text(value)} is read as {ours} {value_text(value)}")
     _share_gpus(draft)
 
 
-def _share_gpus(draft: _Draft) -> None:
+def _share_gpus(draft: Draft) -> None:
     """What ``train.colocate_all`` asks for depends on whether engines sample while the policy trains."""
     shares = _says(draft, "train.colocate_all")
     streams = _says(draft, "train.async_enable") or str(draft.values.get("train.max_staleness") or 0) != "0"
@@ -474,20 +472,20 @@ def _share_gpus(draft: _Draft) -> None:
             draft.lines.append(no_effect(name, True, "engines and policy share no GPU (train.colocate_all)"))
 
 
-def _says(draft: _Draft, flag: str) -> bool:
+def _says(draft: Draft, flag: str) -> bool:
     return str(draft.values.get(flag)).lower() == "true"
 
 
-def _chosen_origin(draft: _Draft, name: str) -> str:
+def _chosen_origin(draft: Draft, name: str) -> str:
     if name not in draft.origins:
         return CHOSEN
     return f"{CHOSEN}, instead of {value_text(draft.values[name])} ({draft.origins[name]})"
 
 
-def _resolve_paths(draft: _Draft) -> None:
+def resolve_paths(draft: Draft) -> None:
     """Makes local paths absolute; refuses those that mean nothing."""
     for name, value in list(draft.values.items()):
-        kind = option_table()[name].info.path if name in option_table() else None
+        kind = draft.table[name].info.path if name in draft.table else None
         if kind is None or not isinstance(value, str):
             continue
         if (fault := _path_fault(value.split(",") if kind == "input" else [value])) is not None:
@@ -533,18 +531,19 @@ def _resolved_defaults(config: RunConfig) -> Iterable[tuple[str, Any]]:
         yield "algo.advantage.is_correction_threshold", config.correction_threshold
 
 
-def _typed(draft: _Draft) -> RunConfig:
+def typed(draft: Draft, model: type[C]) -> C:
     """The model of the settings that have the right types; the others are reported and left at their defaults."""
-    found = read(RunConfig, nest(draft.values))
-    if isinstance(found, RunConfig):
+    found = read(model, nest(draft.values))
+    if not isinstance(found, list):
         return found
     for fault in found:
-        draft.reject(_type_violation(fault, draft.origins.get(fault.name, "default")), fault.name)
-    return RunConfig.model_validate(nest(draft.values))
+        origin = draft.origins.get(fault.name, "default")
+        draft.reject(_type_violation(fault, draft.table[fault.name], origin), fault.name)
+    return model.model_validate(nest(draft.values))
 
 
-def _type_violation(fault: Fault, origin: str) -> Violation:
-    option, value = option_table()[fault.name], fault.value
+def _type_violation(fault: Fault, option: Option, origin: str) -> Violation:
+    value = fault.value
     message = f"{fault.name}: expected {option.expects}, got {value_text(value)} ({origin})"
     if hint := _value_hint(option, value) or fault.hint:
         message += f"; {hint}"
@@ -559,9 +558,9 @@ def _value_hint(option: Option, value: Any) -> str:
     return ""
 
 
-def _unsupported(config: RunConfig, origins: Mapping[str, str]) -> Iterable[tuple[Violation, bool]]:
+def unsupported(config: Configuration, origins: Mapping[str, str]) -> Iterable[tuple[Violation, bool]]:
     """Options that are not built, a fault each, and those that mean nothing here, a line each."""
-    for name, option in option_table().items():
+    for name, option in table_of(type(config)).items():
         if option.unsupported is not None and not option.is_inert(value := value_of(config, name)):
             said = option.unsupported.message(name, value_text(value), origins.get(name, "default"))
             yield Violation((name,), said), option.unsupported.yet

@@ -1,25 +1,21 @@
-"""The whole configuration of a run: one frozen model whose paths are the option names, and the table of all options."""
+"""The whole configuration of a run: one frozen model whose paths are the option names, and their table."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Literal
 
-from pydantic import PrivateAttr
-
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.options import Int, Option, Section, added, describe, is_set, no_meaning, not_yet, sections
+from openrlhf_ext.options import Int, added, is_set, no_meaning, not_yet, sections
 from openrlhf_ext.options.sections.algo import GUIDED, MIXED
 from openrlhf_ext.options.sections.models import FP8
+from openrlhf_ext.options.table import Configuration, OptionTable, table_of
 
 _PROBE_LENGTH = 160
 _PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.1, "fp8": 0.4}
 _FP8_THRESHOLD = (2.0,)  # token-level, clipped: as verl publishes FP8 rollouts (its docs/low_precision/fp8.md)
 
 
-class RunConfig(Section):
+class RunConfig(Configuration):
     """Options of ``openrlhf_ext.cli.train_ppo_ray``, typed; built and checked by :func:`load_config`.
 
     Which device the run uses cannot be read from a configuration. Options that only mean something on a GPU
@@ -55,19 +51,6 @@ class RunConfig(Section):
     dry_run: bool = added(False, "say whether the run would start, print memory, places and configuration, and stop")
     strict: bool = added(False, "refuse what means something else here than in OpenRLHF, or nothing")
     dry_run_json: bool = added(False, "a dry run for programs: print options, layout and versions as JSON, and stop")
-
-    _warnings: tuple[str, ...] = PrivateAttr(default=())
-    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Settings that are allowed but deserve a look; meant to be logged once at the start."""
-        return self._warnings
-
-    @property
-    def sources(self) -> dict[str, str]:
-        """Where each option that was set got its value: ``{"train.seed": "run.yaml:12"}``."""
-        return dict(self._sources)
 
     @property
     def world_size(self) -> int:
@@ -265,73 +248,6 @@ class RunConfig(Section):
         return [0.0, *threshold] if len(threshold) == 1 else list(threshold)
 
 
-# ---- the table of options: finding one, and what command-line words mean --------------------------------------------
-
-# what other programs call an option, by the last part of its name
-_OTHER_NAMES = {"learning_rate": "lr", "pretrain": "model_name_or_path", "model": "model_name_or_path"}
-
-
-class UsageError(ValueError):
-    """Words on the command line that cannot belong to the option they follow."""
-
-
-def from_words(option: Option, words: Sequence[str]) -> Any:
-    """The raw value given by the words after ``--name``; raises UsageError unless their number fits."""
-    if option.arity == "flag" and not words:
-        return True
-    if option.nullable and list(words) == ["null"]:
-        return None
-    expected = {"pair": 2, "many": max(1, len(words))}.get(option.arity, 1)
-    if len(words) != expected:
-        raise UsageError(
-            f"--{option.name} takes {expected} value{'s' if expected > 1 else ''} ({option.expects}), "
-            f"got {len(words)}: {' '.join(words) or 'none'}"
-        )
-    return list(words) if option.arity in ("pair", "many") else words[0]
-
-
-@lru_cache(maxsize=1)
-def option_table() -> dict[str, Option]:
-    return describe(RunConfig)
-
-
-def find_option(name: str) -> Option | None:
-    """The option of this name, or the open map a longer name falls into."""
-    table = option_table()
-    if name in table:
-        return table[name]
-    parent = ".".join(name.split(".")[:2])
-    option = table.get(parent)
-    return option if option is not None and option.arity == "open" and name != parent else None
-
-
-def is_section(name: str) -> bool:
-    """Whether options lie below this name."""
-    option = option_table().get(name)
-    return (option is not None and option.arity == "open") or any(
-        other.startswith(f"{name}.") for other in option_table()
-    )
-
-
-def nearest_option(name: str) -> str | None:
-    """The supported option that looks most like an unknown name, or None when none does."""
-    supported = [other for other, option in option_table().items() if option.unsupported is None]
-    plain = [other for other in supported if option_table()[other].arity != "open"]
-    section, leaf = name.split(".")[0], name.split(".")[-1]
-    by_leaf = [other for other in plain if other.split(".")[-1] == _OTHER_NAMES.get(leaf, leaf)]
-    meant = [other for other in by_leaf if other.startswith(f"{section}.")]
-    by_leaf = meant or [other for other in by_leaf if not other.startswith("critic.")] or by_leaf
-    if len(by_leaf) == 1:
-        return by_leaf[0]
-    head, key = ".".join(name.split(".")[:2]), name.split(".")[2:]
-    opened = [other for other in supported if other not in plain]
-    if key and (maps := difflib.get_close_matches(head, opened, n=1, cutoff=0.8)):
-        return ".".join([maps[0], *key])
-    spelled = {_spelling(other): other for other in plain}
-    found = difflib.get_close_matches(_spelling(name), spelled, n=1, cutoff=0.6)
-    return spelled[found[0]] if found else None
-
-
-def _spelling(name: str) -> str:
-    """OpenRLHF wrote ``--train_batch_size`` before 0.11; dots, dashes and underscores are one letter here."""
-    return name.replace(".", "_").replace("-", "_").lower()
+def option_table() -> OptionTable:
+    """Of ``train_ppo_ray``."""
+    return table_of(RunConfig)

@@ -35,6 +35,7 @@ from openrlhf_ext.options import (
     value_text,
 )
 from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS
+from openrlhf_ext.options.table import Configuration, OptionTable, table_of
 from openrlhf_ext.outputs import aligned
 from openrlhf_ext.redaction import redact
 
@@ -50,20 +51,25 @@ are listed at the end.
 """
 
 
-def format_help(pattern: str = "", own_file: str | None = None) -> str:
+def format_help(
+    pattern: str = "", own_file: str | None = None, table: OptionTable | None = None, usage: str = _USAGE
+) -> str:
     """The options whose group or name matches ``pattern`` (all by default), grouped, with type, default and help.
 
-    ``own_file``: ``algo.module_path``, for the options of the estimator custom. Raises ConfigError: nothing matches.
+    ``own_file``: ``algo.module_path``, for the options of the estimator custom. ``table``: the command's, by default
+    that of ``train_ppo_ray``. Raises ConfigError: nothing matches.
     """
-    chosen = _matching(pattern)
+    table = table or option_table()
+    chosen = _matching(pattern, table)
     if not chosen:
-        near = nearest(pattern, [*_groups(), *option_table()])
+        groups = list(dict.fromkeys(map(_group, table.values())))
+        near = nearest(pattern, [*groups, *table])
         hint = f"did you mean {near}? " if near else ""
-        raise ConfigError([Violation((), f"--help {pattern}: no option matches; {hint}groups: {', '.join(_groups())}")])
+        raise ConfigError([Violation((), f"--help {pattern}: no option matches; {hint}groups: {', '.join(groups)}")])
     supported, refused = _supported_and_refused(chosen)
     if len(chosen) == 1 and chosen[0].arity == "open" and (own_file or chosen[0].name != f"algo.{CUSTOM}"):
         supported = list(method_options(chosen[0].name.removeprefix("algo."), own_file))
-    blocks = [_USAGE]
+    blocks = [usage]
     for group, options in groupby(supported, key=_group):
         blocks.append("\n".join([f"{group}:", *(_help_entry(option) for option in options)]) + "\n")
     if refused:
@@ -123,15 +129,11 @@ def _method_rows() -> Iterator[Sequence[str]]:
         yield key, expects, default, all_but if len(others) < 4 else ", ".join(estimators), meaning
 
 
-def _matching(pattern: str) -> list[Option]:
+def _matching(pattern: str, table: OptionTable) -> list[Option]:
     pattern = pattern.removeprefix("--")
-    options = list(option_table().values())
+    options = list(table.values())
     in_group = [option for option in options if option.name == pattern or option.name.startswith(f"{pattern}.")]
     return in_group or [option for option in options if pattern in option.name]
-
-
-def _groups() -> list[str]:
-    return list(dict.fromkeys(_group(option) for option in option_table().values()))
 
 
 def _group(option: Option) -> str:
@@ -199,7 +201,13 @@ def format_config(config: RunConfig) -> str:
     estimator's merged options.
     """
     name, options, correction = algorithm_options(config)
-    lines = [redact(f"# algorithm: {name} {_flow(options)}"), f"# importance correction: {_flow(correction)}"]
+    head = redact(f"# algorithm: {name} {_flow(options)}"), f"# importance correction: {_flow(correction)}"
+    return "\n".join([*head, format_options(config)])
+
+
+def format_options(config: Configuration) -> str:
+    """The options of a configuration as YAML; see ``format_config``."""
+    lines: list[str] = []
     section: list[str] = []
     for dotted, value, comment in _shown_values(config):
         *parents, leaf = dotted.split(".")
@@ -221,10 +229,10 @@ def placement_table(config: RunConfig) -> str:
     return "\n".join([*models, "", *_engine_lines(config), "", *_step_lines(config)]) + "\n"
 
 
-def _shown_values(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+def _shown_values(config: Configuration) -> Iterator[tuple[str, str, str]]:
     """(dotted name, value as YAML, comment) of each line."""
     sources = config.sources
-    for name, option in option_table().items():
+    for name, option in table_of(type(config)).items():
         if option.unsupported is not None or name.startswith("dry_run"):
             continue
         if (name in FLAG_KEYS or name in _MATTER_WHEN_SET) and not is_set(config, name):

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from openrlhf_ext.config.run_config import RunConfig, from_words, option_table
+from openrlhf_ext.config.run_config import RunConfig, option_table
 from openrlhf_ext.options import info_of, leaf_fields, nest, value_of, value_text
+from openrlhf_ext.options.table import from_words
 
 
 def upstream_args(config: RunConfig) -> SimpleNamespace:

@@ -79,20 +79,16 @@ def test_an_option_of_a_section(run_dir: Path, monkeypatch, capsys):
 
     for module in (run_config, load):
         monkeypatch.setattr(module, "RunConfig", Config)
-    run_config.option_table.cache_clear()
-    try:
-        with pytest.raises(SystemExit):
-            load_config(["--help", "train"])
-        assert " + --train.patience  <integer >= 1>\n       steps without a gain" in capsys.readouterr().out
-        assert "| `train.patience` + | integer >= 1 | `5` | steps without a gain" in format_markdown()
-        (run_dir / "more.yaml").write_text("train:\n  patience: 0\n")
-        words = ["--config", "run.yaml", "--config", "more.yaml"]
-        assert refused(words)[0] == "train.patience: expected integer >= 1, got 0 (more.yaml:2)"
-        assert refused([*words[:2], "--train.patence", "3"])[0].endswith("did you mean train.patience?")
-        config = load_config([*words, "--train.patience", "7"])
-        assert config.train.patience == 7 and "patience: 7  # set: command line (default: 5)" in format_config(config)
-        assert not hasattr(upstream_args(config).train, "patience"), "OpenRLHF does not know it"
-        with pytest.raises(Exception, match="frozen"):
-            config.train.patience = 8
-    finally:
-        run_config.option_table.cache_clear()
+    with pytest.raises(SystemExit):
+        load_config(["--help", "train"])
+    assert " + --train.patience  <integer >= 1>\n       steps without a gain" in capsys.readouterr().out
+    assert "| `train.patience` + | integer >= 1 | `5` | steps without a gain" in format_markdown()
+    (run_dir / "more.yaml").write_text("train:\n  patience: 0\n")
+    words = ["--config", "run.yaml", "--config", "more.yaml"]
+    assert refused(words)[0] == "train.patience: expected integer >= 1, got 0 (more.yaml:2)"
+    assert refused([*words[:2], "--train.patence", "3"])[0].endswith("did you mean train.patience?")
+    config = load_config([*words, "--train.patience", "7"])
+    assert config.train.patience == 7 and "patience: 7  # set: command line (default: 5)" in format_config(config)
+    assert not hasattr(upstream_args(config).train, "patience"), "OpenRLHF does not know it"
+    with pytest.raises(Exception, match="frozen"):
+        config.train.patience = 8

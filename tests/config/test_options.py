@@ -8,8 +8,8 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
+from openrlhf_ext.config import option_table
 from openrlhf_ext.config.load import ConfigLoader
-from openrlhf_ext.config.run_config import find_option, nearest_option, option_table
 from openrlhf_ext.config.show import SCHEMA, format_markdown, format_schema, modeline
 from openrlhf_ext.config.upstream import STANDS_FOR
 from openrlhf_ext.options.sections.algo import ESTIMATORS
@@ -144,9 +144,9 @@ def test_options_in_units_say_which():
 
 def test_the_nearest_option_is_never_one_that_is_refused():
     for name in REFUSED:
-        nearest = nearest_option(name + "x")
-        assert nearest is None or find_option(nearest).unsupported is None
+        nearest = option_table().nearest(name + "x")
+        assert nearest is None or option_table().find(nearest).unsupported is None
 
 
 def test_nothing_is_near_nonsense():
-    assert nearest_option("qqqqqqqq") is None
+    assert option_table().nearest("qqqqqqqq") is None
