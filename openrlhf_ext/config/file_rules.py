@@ -56,7 +56,7 @@ def file_violations(config: RunConfig) -> Iterator[Violation]:
     yield from _hidden_violations(config)
     yield from _reward_violations(config.reward.remote_url, config.train.agent_func_path)
     yield from _prompt_violations(config)
-    yield from _output_violations(config)
+    yield from output_violations(config)
     yield from _space_violations(config)
 
 
@@ -86,16 +86,19 @@ def _prompt_violations(config: RunConfig) -> Iterator[Violation]:
     data = config.data
     if data.prompt_dataset is not None:
         counts: list[int | None] = []
-        yield from _dataset_violations("data.prompt_dataset", data.prompt_dataset, data, counts)
+        yield from dataset_violations("data.prompt_dataset", data.prompt_dataset, data, counts)
         yield from _prompt_count_violations(counts, data.max_samples, config.rollout.batch_size)
-        yield from _split_violations("data.prompt_split", data.prompt_split, "data.prompt_dataset", data.prompt_dataset)
+        yield from split_violations("data.prompt_split", data.prompt_split, "data.prompt_dataset", data.prompt_dataset)
     if config.eval.dataset is not None:
-        yield from _dataset_violations("eval.dataset", config.eval.dataset, data, [])
-        yield from _split_violations("eval.split", config.eval.split, "eval.dataset", config.eval.dataset)
+        yield from dataset_violations("eval.dataset", config.eval.dataset, data, [])
+        yield from split_violations("eval.split", config.eval.split, "eval.dataset", config.eval.dataset)
 
 
-def _dataset_violations(option: str, value: str, data: Data, counts: list[int | None]) -> Iterator[Violation]:
-    """Each dataset exists, and all of its records have the keys and the prompt form that will be read.
+def dataset_violations(
+    option: str, value: str, data: Data, counts: list[int | None], answers: bool = False
+) -> Iterator[Violation]:
+    """Each dataset exists, and all of its records have the keys and the prompt form that will be read, with ``answers``
+    an answer that can be trained on.
 
     ``counts`` gets the number of records of each dataset, None where it is not known.
     """
@@ -112,7 +115,8 @@ def _dataset_violations(option: str, value: str, data: Data, counts: list[int | 
             yield Violation((option,), f"{option} must be {forms}: got {dataset.path}")
         else:
             try:
-                scan = scan_records(dataset.path, Wanted(data.input_key, data.label_key, data.apply_chat_template))
+                wanted = Wanted(data.input_key, data.label_key, data.apply_chat_template, answers)
+                scan = scan_records(dataset.path, wanted)
             except InputError as error:
                 yield Violation((option,), f"{option}: {error}")
                 continue
@@ -121,7 +125,7 @@ def _dataset_violations(option: str, value: str, data: Data, counts: list[int | 
                 counts[-1] = scan.records if not scan.faults else None
 
 
-def _split_violations(option: str, split: str, dataset_option: str, value: str) -> Iterator[Violation]:
+def split_violations(option: str, split: str, dataset_option: str, value: str) -> Iterator[Violation]:
     """A data file is one split, which the reader calls train; what splits a folder or a hub name has is seen later."""
     for dataset in dataset_refs(value):
         if split != "train" and dataset.suffix in DATA_SUFFIXES and Path(dataset.path).is_file():
@@ -221,7 +225,7 @@ class Output:
         return Path(self.path).resolve() if self.is_folder else Path(self.path).resolve().parent
 
 
-def _output_violations(config: RunConfig) -> Iterator[Violation]:
+def output_violations(config: RunConfig) -> Iterator[Violation]:
     paths = [(option, value_of(config, option), is_folder) for option, is_folder in _OUTPUTS.items()]
     outputs = [Output(option, path, is_folder) for option, path, is_folder in paths if path is not None]
     for output in outputs:

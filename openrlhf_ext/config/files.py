@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import math
 import os
 import re
@@ -36,7 +37,9 @@ from openrlhf_ext.inputs import (
     reading,
     type_name,
 )
-from openrlhf_ext.options import PathKind
+from openrlhf_ext.options import ConfigError, PathKind, Violation
+
+logger = logging.getLogger(__name__)
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -294,11 +297,13 @@ Records = Iterator[tuple[str, Any, bool]]  # a place, such as "line 3"; what sta
 
 @dataclass(frozen=True)
 class Wanted:
-    """Keys of prompt and label; with ``chat`` a prompt may be a list of messages."""
+    """Keys of prompt and label; with ``chat`` a prompt may be a list of messages. With ``answers`` the label is an
+    answer to train on, and where there is no label the prompt is a chat that ends in one."""
 
     prompt: str
     label: str | None = None
     chat: bool = False
+    answers: bool = False
 
 
 @dataclass
@@ -348,6 +353,15 @@ def _records(path: str, wanted: Wanted) -> Records | None:
     return form(path, wanted) if form is not None and Path(path).is_file() else None
 
 
+def require_records(records: Any, wanted: Wanted, paths: str) -> None:
+    """For what no scan has seen, such as data of the hub. Raises InputError: a record of a Hugging Face dataset cannot
+    be used."""
+    columns = [name for name in (wanted.prompt, wanted.label) if name in records.column_names]
+    for number, record in enumerate(records.select_columns(columns), start=1):
+        if (fault := record_fault(record, wanted)) is not None:
+            raise InputError(f"record {number} of {paths} {fault}; mend or remove it")
+
+
 def record_fault(record: Any, wanted: Wanted) -> str | None:
     """Why a record cannot be used, None if it can: its prompt is a text or a list of messages, its label is there."""
     if isinstance(record, InputError):
@@ -361,7 +375,21 @@ def record_fault(record: Any, wanted: Wanted) -> str | None:
         return f"has a {type_name(prompt)} under {wanted.prompt!r}, which must be {fault}"
     if wanted.label is not None and record.get(wanted.label) is None:
         return f"has {'no' if wanted.label not in record else 'an empty'} {wanted.label!r}"
-    return None
+    return _answer_fault(record, wanted) if wanted.answers else None
+
+
+def _answer_fault(record: dict[str, Any], wanted: Wanted) -> str | None:
+    prompt, answer = record[wanted.prompt], None if wanted.label is None else record[wanted.label]
+    if wanted.label is None:
+        if isinstance(prompt, list) and len(prompt) > 1 and prompt[-1]["role"] == "assistant":
+            return None
+        return f"has no chat under {wanted.prompt!r}: a list of messages, of which the last is the assistant's"
+    if isinstance(answer, str) and isinstance(prompt, str):
+        return None
+    if isinstance(prompt, list) and isinstance(answer, list) and _messages_fault(answer, True) is None:
+        return None
+    need = "both must be texts" + (", or both lists of messages" if wanted.chat else "")
+    return f"has a {type_name(prompt)} under {wanted.prompt!r} and a {type_name(answer)} under {wanted.label!r}; {need}"
 
 
 def _messages_fault(prompt: Any, chat: bool) -> str | None:
@@ -472,3 +500,23 @@ def _rows(schema: Any, batches: Iterator[Any], wanted: Wanted) -> Records:
         for row in batch.select(columns).to_pylist() if columns else [{}] * batch.num_rows:
             place = next(number)
             yield f"record {place}", {**(dict.fromkeys(schema.names) if place == 1 else {}), **row}, True
+
+
+# ---- models of the hub ----------------------------------------------------------------------------------------------
+
+
+def downloaded(option: str, name: str) -> str:
+    """The folder of a hub model's files. Raises ConfigError: it cannot be downloaded."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError, HTTPError
+
+    logger.info("downloading %s", name)
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+    except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        message = (
+            f"{option}: {name} is no folder on this machine, and it cannot be downloaded from the hub ({reason}); give "
+            "the folder of a checkpoint that holds the weights"
+        )
+        raise ConfigError([Violation((option,), message)]) from error

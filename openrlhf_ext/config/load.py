@@ -359,7 +359,8 @@ def _build(
     draft = Draft(option_table(), violations)
     collect(draft, _todays(draft, settings))
     resolve_paths(draft)
-    _stand_in(draft)
+    stand_in(draft)
+    _share_gpus(draft)
     _derive(draft.values)
     config = typed(draft, RunConfig)
     if resolved := {name: value for name, value in _resolved_defaults(config) if not is_set(config, name)}:
@@ -367,9 +368,7 @@ def _build(
         config = typed(draft, RunConfig)
     if choice is not None and rules and config.megatron.layout == "auto":
         config._sources = draft.origins
-        made = choice(config)
-        draft.origins |= {name: _chosen_origin(draft, name) for name in made if len(made) > 1 or name in draft.origins}
-        draft.values |= made
+        as_chosen(draft, choice(config))
         config = typed(draft, RunConfig)
     for violation, is_fault in unsupported(config, draft.origins):
         if is_fault:
@@ -432,7 +431,7 @@ def _overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
-def _stand_in(draft: Draft) -> None:
+def stand_in(draft: Draft) -> None:
     """Sizes and types that OpenRLHF gives DeepSpeed are Megatron's, unless those are given."""
     if any(f"megatron.{size}" in draft.values for size in _SIZES):
         draft.values.setdefault("megatron.layout", "given")
@@ -447,7 +446,6 @@ def _stand_in(draft: Draft) -> None:
         draft.values[ours], draft.origins[ours] = value, origin_of(draft.origins[name], name)
         if str(value) != str(draft.table[name].default):
             draft.lines.append(f"{name} {value_text(value)} is read as {ours} {value_text(value)}")
-    _share_gpus(draft)
 
 
 def _share_gpus(draft: Draft) -> None:
@@ -474,6 +472,12 @@ def _share_gpus(draft: Draft) -> None:
 
 def _says(draft: Draft, flag: str) -> bool:
     return str(draft.values.get(flag)).lower() == "true"
+
+
+def as_chosen(draft: Draft, made: Mapping[str, Any]) -> None:
+    """Takes the options that ``megatron.layout auto`` came to."""
+    draft.origins |= {name: _chosen_origin(draft, name) for name in made if len(made) > 1 or name in draft.origins}
+    draft.values |= made
 
 
 def _chosen_origin(draft: Draft, name: str) -> str:

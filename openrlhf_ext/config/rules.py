@@ -22,6 +22,7 @@ from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_value_scale
 from openrlhf_ext.options import Section, Violation, idle_options, is_set, no_effect, value_of
 from openrlhf_ext.options.sections.algo import CUSTOM, DISTILLATION, ESTIMATORS, MIXED, SINGLE
+from openrlhf_ext.options.table import Configuration
 
 # a violation has its options and its words, as in a table
 # fmt: off
@@ -47,13 +48,18 @@ def check_config(config: RunConfig) -> Findings:
 
 def check_settings(config: RunConfig) -> Findings:
     """Every rule but those about data, reward and outputs."""
-    sections = list(_sections(config))
+    found = check_sections(config)
     of_rules = (violation for rule in RULES for violation in rule(config))
-    of_sections = (violation for section in sections for violation in section.violations())
     warnings = (warning for rule in WARNINGS for warning in rule(config))
+    return Findings((*model_violations(config), *of_rules, *found.violations), (*warnings, *found.warnings))
+
+
+def check_sections(config: Configuration) -> Findings:
+    """The rules of each section, and options without an effect."""
+    sections = list(_sections(config))
+    violations = (violation for section in sections for violation in section.violations())
     cautions = (warning for section in sections for warning in section.cautions())
-    violations = (*model_violations(config), *of_rules, *of_sections)
-    return Findings(violations, (*warnings, *cautions, *idle_options(config)))
+    return Findings(tuple(violations), (*cautions, *idle_options(config)))
 
 
 def _sections(section: Section) -> Iterator[Section]:

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -37,7 +37,7 @@ from openrlhf_ext.options import (
 from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.options.table import Configuration, OptionTable, table_of
 from openrlhf_ext.outputs import aligned
-from openrlhf_ext.redaction import redact
+from openrlhf_ext.redaction import HIDDEN, redact
 
 _WIDTH = 110
 _ROWS_SHOWN, _ENGINES_SHOWN = 16, 2
@@ -227,6 +227,29 @@ def placement_table(config: RunConfig) -> str:
     """
     models = [*_policy_lines(config), *_auxiliary_lines(config)]
     return "\n".join([*models, "", *_engine_lines(config), "", *_step_lines(config)]) + "\n"
+
+
+def shown_options(config: Configuration) -> dict[str, Any]:
+    """Every option that means something, by its name, as JSON can hold it; secrets and passwords in addresses are
+    hidden."""
+    shown: dict[str, Any] = {}
+    for name, option in table_of(type(config)).items():
+        if option.unsupported is None:
+            value = value_of(config, name)
+            shown[name] = HIDDEN if option.info.secret and value is not None else _as_json(value)
+    return shown
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence):
+        return [_as_json(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def _shown_values(config: Configuration) -> Iterator[tuple[str, str, str]]:

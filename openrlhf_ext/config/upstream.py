@@ -30,7 +30,7 @@ def upstream_args(config: RunConfig) -> SimpleNamespace:
     flat = {name: value_of(config, name) for name, field in leaf_fields(type(config)) if not info_of(field).added}
     for side in ("actor", "critic"):  # one destination of two flags
         flat[f"{side}.muon.nesterov"] = flat[f"{side}.muon.nesterov"] and not flat.pop(f"{side}.muon.no_nesterov")
-    return _to_namespace(nest(flat | _fixed_up(config)))
+    return namespace(nest(flat | _fixed_up(config)))
 
 
 def _fixed_up(config: RunConfig) -> dict[str, Any]:
@@ -56,9 +56,9 @@ def _reward_urls(config: RunConfig) -> list[str] | None:
     return config.reward.remote_url.split(",") if config.reward.remote_url is not None else None
 
 
-def _to_namespace(tree: Any) -> Any:
+def namespace(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return SimpleNamespace(**{name: _to_namespace(branch) for name, branch in tree.items()})
+        return SimpleNamespace(**{name: namespace(branch) for name, branch in tree.items()})
     return tree
 
 

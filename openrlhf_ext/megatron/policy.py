@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -29,9 +29,34 @@ from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError, build_opt
 from openrlhf_ext.megatron.step.schedule import Schedule, gather_tokens, one, planned_rows
 
 if TYPE_CHECKING:
-    from openrlhf_ext.algorithms import Algorithm, Loss, LossBatch
+    from openrlhf_ext.algorithms import Loss
+    from openrlhf_ext.algorithms.base import TokenLoss
+    from openrlhf_ext.algorithms.segments import RowSelection
 
 _FIXED_TOKENS = 128
+
+
+class Share(Protocol):
+    """Rows of a mini-batch with what the loss of the whole needs (``LossBatch``)."""
+
+    def select(self, rows: RowSelection) -> Any:
+        """These rows."""
+
+    def to(self, device: torch.device) -> Any:
+        """A copy on the device."""
+
+
+class Objective(Protocol):
+    """A loss on log-probs that is a sum of shares (``Algorithm``)."""
+
+    def entropy_slope(self, shaped: Any) -> Tensor | None:
+        """(N,) what the entropy of each token is multiplied by in the loss; None: entropies are not in it."""
+
+    def token_loss(self, shaped: Any) -> TokenLoss | None:
+        """The loss as terms of single tokens; None: it has no such form."""
+
+    def loss(self, logprobs_N: Tensor, shaped: Any, /) -> Loss:
+        """The loss of a share."""
 
 
 class MegatronModel(BuiltModel):
@@ -160,7 +185,7 @@ class MegatronPolicy(MegatronModel):
     # ---- training -----------------------------------------------------------------------------------------------
 
     def train_step(
-        self, batch: SequenceBatch, shaped: LossBatch, algorithm: Algorithm, more: bool = False
+        self, batch: SequenceBatch, shaped: Share, algorithm: Objective, more: bool = False
     ) -> dict[str, float]:
         """One optimizer step on the mini-batch of which this data-parallel rank holds ``batch`` and ``shaped``, which
         carries the whole mini-batch's denominators, so that the shares of all micro-batches and ranks add up. Returns
@@ -175,7 +200,7 @@ class MegatronPolicy(MegatronModel):
         metrics |= gradient_norms(self.models)  # of the groups, before the optimizer clips in place
         return metrics | self.optimizer_step(more)
 
-    def accumulate_gradients(self, batch: SequenceBatch, shaped: LossBatch, algorithm: Algorithm) -> dict[str, float]:
+    def accumulate_gradients(self, batch: SequenceBatch, shaped: Share, algorithm: Objective) -> dict[str, float]:
         self.zero_grad()
         plan = self.schedule.plan(batch, forward_only=False)
         # all at once, while the device has nothing else to do; micro-batches are then slices of it
@@ -189,7 +214,7 @@ class MegatronPolicy(MegatronModel):
         losses = self.schedule.run(batch, plan, pack_loss, forward_only=False)
         return {"loss/policy": 0.0} | self.schedule.sum_metrics(losses)
 
-    def _loss(self, part: PackedBatch, states: Tensor, shaped: LossBatch, algorithm: Algorithm) -> tuple[Tensor, Loss]:
+    def _loss(self, part: PackedBatch, states: Tensor, shaped: Share, algorithm: Objective) -> tuple[Tensor, Loss]:
         """What to differentiate on this rank, and the loss of the micro-batch with its metrics.
 
         Where the loss is a sum of terms of single tokens, the head forms its gradient as it meets the tokens' logits. A

@@ -112,6 +112,8 @@ METRICS = (
     Metric("packs/padding_fraction", "fraction",
         "padding in the packs that the policy's ranks computed since the last step (old log-probs, training): tokens "
         "that context and sequence parallelism and FP8 take to cut packs evenly, and micro-batches without sequences"),
+    Metric("loss/sft", "nats",
+        "supervised fine-tuning: mean negative log-prob of the tokens of the step that are trained on"),
     Metric("loss/policy", "loss", "policy loss of the whole batch, mean over the optimizer updates of the step"),
     Metric("loss/clip_fraction", "fraction",
         "completion tokens (gspo and grpo_s: completions) whose probability ratio was clipped"),
@@ -170,6 +172,8 @@ METRICS = (
     Metric("eval_*", "fraction",
         "for held-out records of several `datasource`, of each the mean over prompts of the best of N scores and of "
         "their mean: `eval_NAME_passN`, `eval_NAME_pass1`"),
+    Metric("eval/loss", "nats", "supervised fine-tuning: `loss/sft` of the held-out examples"),
+    Metric("tokens/trained", "tokens", "supervised fine-tuning: tokens of the step that are trained on"),
     Metric("time/eval", "s", "the evaluation; not part of `time/step`"),
     Metric("reward_log/*", "the function's", "mean of each key the reward function returns in `extra_logs`"),
     Metric("algorithm/groups", "groups", "prompts whose completions were shaped in the step"),

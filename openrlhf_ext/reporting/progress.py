@@ -66,13 +66,26 @@ COLUMNS = (
 )
 
 
+SUPERVISED = (
+    _Column("loss", "loss/sft", 8, ".4f"),
+    _Column("norm", "grad_norm", 8, ".3f"),
+    _Column("lr", "lr", 8, ".1e"),
+    _Column("tok/s", "throughput/train_tokens_per_second", 8, ".0f"),
+    _Column("step_s", "time/step", 7, ".2f"),
+)
+
+
 class ProgressLine:
     """Shows each step as one line, with the column titles above the first and then every 20 lines.
 
     ``label`` ends every line; ``write`` receives each without its end, standard output by default.
     """
 
-    def __init__(self, total_steps: int | None, write: Callable[[str], Any] | None = None, label: str = "") -> None:
+    def __init__(
+        self, total_steps: int | None, write: Callable[[str], Any] | None = None, label: str = "",
+        columns: Sequence[_Column] = COLUMNS,
+    ) -> None:  # fmt: skip
+        self._columns = columns
         self.total_steps, self._label = total_steps, [label] if label else []
         self._write = write or _write_line
         self._lines = 0
@@ -80,11 +93,11 @@ class ProgressLine:
 
     def show(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._lines % HEADER_EVERY == 0:
-            titles = (column.title.rjust(column.width) for column in COLUMNS)
+            titles = (column.title.rjust(column.width) for column in self._columns)
             self._write("  ".join(["step".rjust(self._step_width), *titles]))
         self._lines += 1
         position = f"{step}/{'?' if self.total_steps is None else self.total_steps}"
-        cells = [position.rjust(self._step_width), *(column.cell(metrics) for column in COLUMNS), *self._label]
+        cells = [position.rjust(self._step_width), *(column.cell(metrics) for column in self._columns), *self._label]
         self._write("  ".join(cells))
 
 
@@ -200,12 +213,19 @@ def duration(seconds: float) -> str:
 
 # ---- the figure -----------------------------------------------------------------------------------------------------
 
-# name of the training metric, of the held-out one, title, unit
-PANELS = (
+Panel = tuple[str, str | None, str, str]
+"""Name of the training metric, of the held-out one, title, unit."""
+PANELS: tuple[Panel, ...] = (
     ("reward/mean", None, "reward", "mean reward"),
     ("accuracy/mean", "eval/accuracy", "accuracy", "fraction correct"),
     ("entropy/mean", None, "entropy", "nats per token"),
     ("response/length_mean", "eval/response_length_mean", "response length", "tokens"),
+)
+SUPERVISED_PANELS: tuple[Panel, ...] = (
+    ("loss/sft", "eval/loss", "loss", "nats per token"),
+    ("grad_norm", None, "gradient norm", "norm before clipping"),
+    ("lr", None, "learning rate", ""),
+    ("throughput/train_tokens_per_second", None, "speed", "tokens per second"),
 )
 SMOOTHED_FROM = 20
 """Steps; a shorter curve is readable as it is."""
@@ -219,7 +239,9 @@ def plain(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def write_figure(metrics_path: str | Path, out_png: str | Path, title: str = "") -> None:
+def write_figure(
+    metrics_path: str | Path, out_png: str | Path, title: str = "", panels: Sequence[Panel] = PANELS
+) -> None:
     """Draws a metrics file as a 2 x 2 figure. The image is replaced atomically. Uses no global state of matplotlib.
 
     Takes some tenths of a second, the first call one second more for importing matplotlib.
@@ -229,7 +251,7 @@ def write_figure(metrics_path: str | Path, out_png: str | Path, title: str = "")
 
     records = read_metrics(metrics_path)
     figure = Figure(figsize=(10, 7), layout="constrained")
-    for axes, (train, held_out, panel_title, unit) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+    for axes, (train, held_out, panel_title, unit) in zip(figure.subplots(2, 2).flat, panels, strict=True):
         _draw(axes, records, train, held_out)
         axes.set(title=panel_title, xlabel="step", ylabel=unit)
     figure.suptitle(title)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 
+from openrlhf_ext import compat
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.upstream import upstream_args
-from openrlhf_ext.driver import job
 from openrlhf_ext.driver.about import about_run
 
 
@@ -42,7 +42,7 @@ def test_wandb_is_told_no_secret_and_finds_its_key(monkeypatch):
         "reward": {"remote_url": "http://me:passw0rd@grader:80/f"},
     }
     args = upstream_args(RunConfig.model_validate(given))
-    job.build_sinks(args)
+    compat.build_sinks(args)
     (shown,) = told
     assert "a1b2c3" not in str(shown) and "passw0rd" not in str(shown) and shown.logger.wandb.project == "p"
     assert os.environ["WANDB_API_KEY"] == "a1b2c3" and args.logger.wandb.key == "a1b2c3"

@@ -372,10 +372,8 @@ class Lora(Section):
     dropout: Float = not_yet(0, "dropout in the adapters", **_LORA)
 
 
-class DeepSpeed(Section):
-    """Options of OpenRLHF's DeepSpeed backend."""
-
-    needs = {"algo.advantage.estimator=gae | reward.model_name_or_path": ("value_head_prefix",)}
+class DeepSpeedTraining(Section):
+    """Options of OpenRLHF's DeepSpeed backend that all of its trainers have."""
 
     use_universal_ckpt: bool = no_meaning(False, "DeepSpeed's universal checkpoint", why=_NO_DEEPSPEED,
         instead="use ckpt.save_hf for a checkpoint that every layout can load")
@@ -402,9 +400,6 @@ class DeepSpeed(Section):
         why="gradients are always accumulated in fp32", instead="leave it out")
     overlap_comm: bool = no_meaning(False, "overlap ZeRO's communication with compute", why=_NO_DEEPSPEED,
         instead="leave it out")
-    enable_sleep: bool = option(False,
-        "with train.colocate_all: the policy's parameters, gradients and optimizer states wait in host memory while "
-        "the engines sample")
     tensor_parallel_size: Int = no_meaning(1, "tensor-parallel ranks under DeepSpeed", why=_NO_DEEPSPEED,
         instead="use megatron.tensor_parallel_size")
     packing_samples: bool = no_meaning(True, "concatenate samples without padding",
@@ -415,6 +410,16 @@ class DeepSpeed(Section):
         instead="use megatron.context_parallel_size")
     ring_attn_head_stride: Int = no_meaning(1, "heads per step of ring attention", why=_NO_DEEPSPEED,
         instead="use megatron.context_parallel_size")
+
+
+class DeepSpeed(DeepSpeedTraining):
+    """Options of OpenRLHF's DeepSpeed backend."""
+
+    needs = {"algo.advantage.estimator=gae | reward.model_name_or_path": ("value_head_prefix",)}
+
+    enable_sleep: bool = option(False,
+        "with train.colocate_all: the policy's parameters, gradients and optimizer states wait in host memory while "
+        "the engines sample")
     value_head_prefix: str = option("score",
         "name of the value head in checkpoints of critic and reward model; value_head_prefix of their config.json "
         "comes first")

@@ -180,7 +180,7 @@ class Wandb(Section):
         "name of the run, also of its TensorBoard folder", default_text="ppo_<mmddTHH:MM>")
 
 
-class Logger(Section):
+class Records(Section):
     """Where numbers go."""
 
     needs = {"logger.wandb.key | logger.tensorboard_dir": ("logging_steps",)}
@@ -190,9 +190,14 @@ class Logger(Section):
     tensorboard_dir: str | None = option(None, "folder of TensorBoard files; null = none", path="output")
     metrics_path: str | None = added(None, "file of metrics, one JSON object per step", path="output",
         default_text="<ckpt.output_dir>/metrics.jsonl")
-    figure_path: str | None = added(None,
-        "figure (PNG) of reward, accuracy, entropy and length, rewritten as the run goes", path="output",
+    figure_path: str | None = added(None, "figure (PNG) of what is learned, rewritten as the run goes", path="output",
         default_text="<ckpt.output_dir>/training.png")
+    verbose: bool = added(False, "show the logs of Ray and of the libraries")
+
+
+class Logger(Records):
+    """Where numbers go, and completions."""
+
     samples_every: Interval | None = added(None,
         "training steps between those whose completions are kept beside the metrics, in samples.jsonl, and the first "
         "step's are; -1 = none", default_text="a twentieth of the run")
@@ -201,7 +206,6 @@ class Logger(Section):
     peak_tflops: Float | None = added(None,
         "TFLOP/s that one device could do, for the MFU; null = dense bf16 of the GPU if it is known and "
         "megatron.param_dtype is bf16, no MFU on CPU", gt=0)
-    verbose: bool = added(False, "show the logs of Ray and of the libraries")
 
 
 class Profile(Section):
@@ -257,33 +261,35 @@ class Data(Section):
 
     def violations(self) -> Iterator[Violation]:
         """The template puts the prompt somewhere; there is one share for each dataset, adding up to 1."""
-        if self.input_template is not None and not _holds_prompt(self.input_template):
+        if self.input_template is not None and not holds_prompt(self.input_template):
             yield Violation(("data.input_template",),
                 "data.input_template must contain {}, where the prompt goes, and no other field (write {{ and }} for "
                 f"braces): got {self.input_template!r}")
         if self.prompt_dataset is not None and self.prompt_probs is not None:
-            yield from _share_violations(self.prompt_probs, len(self.prompt_dataset.split(",")))
+            of = "data.prompt_dataset"
+            yield from share_violations("data.prompt_probs", self.prompt_probs, of, self.prompt_dataset)
 
     def cautions(self) -> Iterator[str]:
         if "\\n" in (self.input_template or ""):
             yield "data.input_template contains a backslash and an n: write a line break ($'\\n' in bash)"
 
 
-def _holds_prompt(template: str, marker: str = "<the prompt>") -> bool:
+def holds_prompt(template: str, marker: str = "<the prompt>") -> bool:
     try:
         return marker in template.format(marker)
     except (LookupError, ValueError, AttributeError, TypeError):
         return False
 
 
-def _share_violations(shares: str, count: int) -> Iterator[Violation]:
-    option = "data.prompt_probs"
+def share_violations(option: str, shares: str, of: str, datasets: str) -> Iterator[Violation]:
+    """There is one share for each dataset of the option ``of``, and they add up to 1."""
+    count = len(datasets.split(","))
     try:
         numbers = [float(share) for share in shares.split(",")]
     except ValueError:
         yield Violation((option,), f"{option} must be numbers separated by commas: got {shares}")
         return
     if len(numbers) != count or not abs(sum(numbers) - 1) <= 1e-6 or min(numbers) < 0:  # false for nan
-        yield Violation((option, "data.prompt_dataset"),
-            f"{option} must hold one share for each dataset of data.prompt_dataset and add up to 1: got {shares} for "
+        yield Violation((option, of),
+            f"{option} must hold one share for each dataset of {of} and add up to 1: got {shares} for "
             f"{count} dataset{'s' if count > 1 else ''}")

@@ -1,0 +1,140 @@
+"""``openrlhf-ext train-sft --config FILE.yaml [--section.name value ...]``: supervised fine-tuning.
+
+On one machine the command starts its ranks itself, by torchrun where there are several, without Ray. On several nodes a
+launcher starts it once for every rank: ``torchrun --nnodes 4 --nproc_per_node 8 ... -m openrlhf_ext.cli.train_sft``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from openrlhf_ext.checkpoints import CheckpointError
+from openrlhf_ext.config import ConfigError, RunConfig
+from openrlhf_ext.config.files import downloaded
+from openrlhf_ext.config.sft import SupervisedConfig, load_supervised
+from openrlhf_ext.config.show import format_options
+from openrlhf_ext.inputs import InputError
+from openrlhf_ext.reporting import TerminalHandler
+
+logger = logging.getLogger(__name__)
+
+_MODEL = "model.model_name_or_path"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0; 1 if the run failed; 2 if the configuration is wrong; 143 after SIGTERM."""
+    words = sys.argv[1:] if argv is None else argv
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    is_first = os.environ.get("RANK", "0") == "0"
+    handlers = [TerminalHandler()]
+    logging.basicConfig(level=logging.WARNING if is_first else logging.ERROR, handlers=handlers)
+    logging.getLogger("openrlhf_ext").setLevel(logging.INFO if is_first else logging.ERROR)
+    try:
+        return start(words)
+    except ConfigError as error:
+        if is_first:
+            print(error, file=sys.stderr)
+        return 2
+    except (CheckpointError, InputError) as error:
+        if is_first:
+            logger.error("the run failed: %s", error)
+        return 1
+
+
+def start(words: list[str]) -> int:
+    """The same; raises ConfigError, CheckpointError, InputError."""
+    config = load_supervised(words, _choice)
+    if not config.logger.verbose:
+        warnings.simplefilter("ignore")
+    if config.dry_run:
+        return dry_run(config)
+    if "WORLD_SIZE" not in os.environ and config.world_size > 1:
+        return launch(config.world_size, words)
+    if os.environ.get("RANK", "0") == "0":
+        for warning in config.warnings:
+            logger.warning(warning)
+    return run(with_local_model(config))
+
+
+def _choice(policy: RunConfig) -> Mapping[str, Any]:
+    """What ``megatron.layout auto`` comes to."""
+    from openrlhf_ext.tools.plan import fit
+
+    return fit.choice(policy)
+
+
+def launch(ranks: int, words: list[str]) -> int:
+    """Becomes torchrun, which starts this command once for every rank and ends all if one fails."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
+        "-m", "openrlhf_ext.cli.train_sft", *words,
+    ]  # fmt: skip
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def with_local_model(config: SupervisedConfig) -> SupervisedConfig:
+    """With a folder as its model: a hub name is downloaded first. Raises ConfigError."""
+    name = config.model.model_name_or_path
+    if name is None or Path(name).is_dir():
+        return config
+    model = config.model.model_copy(update={"model_name_or_path": downloaded(_MODEL, name)})
+    return config.model_copy(update={"model": model})
+
+
+def run(config: SupervisedConfig) -> int:
+    """This process as a rank."""
+    from openrlhf_ext.imports import without_collection
+    from openrlhf_ext.patches import apply
+    from openrlhf_ext.stores import open_store
+
+    apply()
+    store = None
+    if "WORLD_SIZE" not in os.environ:
+        store = open_store("127.0.0.1")  # lives as long as this process: `init_process_group` finds it
+        os.environ |= {
+            "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+        }  # fmt: skip
+    with without_collection():
+        from openrlhf_ext.sft.train import run_rank
+    return run_rank(config)
+
+
+def dry_run(config: SupervisedConfig) -> int:
+    """Prints warnings, the ranks and their proof, and the configuration; 2 if the model cannot be laid out so."""
+    from openrlhf_ext.config.files import model_folder
+    from openrlhf_ext.imports import without_collection
+    from openrlhf_ext.patches import apply
+
+    apply()
+    with without_collection():
+        from openrlhf_ext.megatron.built import DTYPES
+        from openrlhf_ext.megatron.settings import layer_converters
+        from openrlhf_ext.tools.plan.layout_proof import LayoutProofError, format_proof, prove_layout
+
+    folder = model_folder(str(config.model.model_name_or_path))
+    megatron = config.megatron
+    try:
+        proof = None if folder is None else prove_layout(
+            folder, config.layout, DTYPES[megatron.param_dtype], megatron.distributed_optimizer_enable,
+            converters=layer_converters(config),
+        )  # fmt: skip
+    except (LayoutProofError, InputError) as error:
+        print(f"would not start: the model cannot be laid out as configured\n{error}", file=sys.stderr)
+        return 2
+    print("\n".join(["would start", *(f"  - {warning}" for warning in config.warnings), ""]))
+    print(f"{_MODEL} is not on this machine: no rank was built\n" if proof is None else format_proof(proof))
+    print(f"the configuration as it was resolved:\n\n{format_options(config)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

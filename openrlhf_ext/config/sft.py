@@ -1,0 +1,245 @@
+"""The configuration of ``openrlhf_ext.cli.train_sft``: supervised fine-tuning under OpenRLHF's names."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from openrlhf_ext.config import precision
+from openrlhf_ext.config.file_rules import dataset_violations, output_violations, split_violations
+from openrlhf_ext.config.load import (
+    Choice,
+    Draft,
+    as_chosen,
+    collect,
+    read_command_line,
+    read_yaml,
+    resolve_paths,
+    stand_in,
+    typed,
+    unsupported,
+)
+from openrlhf_ext.config.model_rules import model_violations
+from openrlhf_ext.config.rules import check_sections, policy_layout
+from openrlhf_ext.config.run_config import RunConfig
+from openrlhf_ext.config.show import format_help
+from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.options import ConfigError, Float, Int, Violation, added, no_meaning, not_yet, option, sections
+from openrlhf_ext.options.sections.models import FP8, LrScheduler, Muon
+from openrlhf_ext.options.sections.sft import (
+    Model,
+    SupervisedAdam,
+    SupervisedCkpt,
+    SupervisedData,
+    SupervisedDeepSpeed,
+    SupervisedEval,
+    SupervisedLogger,
+    SupervisedTrain,
+)
+from openrlhf_ext.options.table import Configuration, table_of
+
+USAGE = """\
+usage: openrlhf-ext train-sft [--config FILE.yaml ...] [--section.name value ...]
+
+Names are those of OpenRLHF's train_sft; options marked + are added by openrlhf_ext. --help SECTION shows one group.
+"""
+
+
+# an option has its default and its meaning, a violation its options and its words, as in a table
+# fmt: off
+
+
+class SupervisedConfig(Configuration):
+    """Options of ``openrlhf_ext.cli.train_sft``, typed; built and checked by :func:`load_supervised`."""
+
+    model: Model = Model()
+    megatron: sections.Megatron = sections.Megatron()
+    fp8: FP8 = FP8()
+    data: SupervisedData = SupervisedData()
+    train: SupervisedTrain = SupervisedTrain()
+    optim: Literal["adam", "muon"] = not_yet("adam", "optimizer", why="only Adam is built on Megatron's optimizer",
+        instead="use adam.*")
+    adam: SupervisedAdam = SupervisedAdam()
+    muon: Muon = Muon()
+    lr_scheduler: LrScheduler = option("cosine_with_min_lr",
+        "learning rate over the optimizer steps; constant has no warm-up, only cosine_with_min_lr stays above 0")
+    lr_warmup_ratio: Float = option(0.03, "share of the optimizer steps with a linear warm-up", ge=0, le=1)
+    min_lr_ratio: Float = option(0.1, "final learning rate of cosine_with_min_lr, as a share of the peak", ge=0, le=1)
+    max_norm: Float = option(1.0, "global gradient norm is clipped to this; 0 = no clipping", ge=0)
+    eval: SupervisedEval = SupervisedEval()
+    ckpt: SupervisedCkpt = SupervisedCkpt()
+    logger: SupervisedLogger = SupervisedLogger()
+    ds: SupervisedDeepSpeed = SupervisedDeepSpeed()
+    local_rank: Int = no_meaning(-1, "rank on the node, set by DeepSpeed's launcher",
+        why="LOCAL_RANK of the environment says it", instead="leave it out")
+    use_ms: bool = not_yet(
+        False, "load models and data from ModelScope", why="only local folders and the Hugging Face hub are read",
+        instead="download first and give the local paths",
+    )
+    dry_run: bool = added(False, "say whether the run would start, print ranks and configuration, and stop")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks: what a launcher says, else what the command starts on this machine."""
+        if "WORLD_SIZE" in os.environ:
+            return int(os.environ["WORLD_SIZE"])
+        return self.model.num_gpus_per_node or _gpus() or 1
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout.of(self.megatron, self.world_size)
+
+    @property
+    def training_label(self) -> str:
+        """What of the layers records and checkpoints must not hide; mostly empty."""
+        return self.fp8.training_label
+
+    @property
+    def policy(self) -> RunConfig:
+        """The model, its layout, its optimizer and its files as those of a policy: what the rules, the planner and the
+        ranks know."""
+        data, ckpt = self.data, self.ckpt
+        return RunConfig(
+            actor=sections.Actor(
+                model_name_or_path=self.model.model_name_or_path, num_gpus_per_node=self.world_size,
+                gradient_checkpointing_enable=self.model.gradient_checkpointing_enable,
+                adam=sections.Adam.model_validate(self.adam.model_dump()), lr_scheduler=self.lr_scheduler,
+                lr_warmup_ratio=self.lr_warmup_ratio, min_lr_ratio=self.min_lr_ratio, max_norm=self.max_norm,
+            ),
+            megatron=self.megatron,
+            fp8=self.fp8,
+            rollout=sections.Rollout(micro_batch_size=self.train.micro_batch_size),
+            train=sections.Train(
+                batch_size=self.train.batch_size, micro_batch_size=self.train.micro_batch_size, seed=self.train.seed,
+                dynamic_batch_enable=self.train.dynamic_batch_enable, max_tokens_per_gpu=self.train.max_tokens_per_gpu,
+                full_determinism_enable=self.train.full_determinism_enable,
+            ),
+            data=sections.Data(
+                prompt_dataset=data.dataset, max_len=data.max_len,
+                apply_chat_template=data.apply_chat_template and data.tokenizer_chat_template is None,
+            ),
+            eval=sections.Eval(dataset=self.eval.dataset, split=self.eval.split),
+            ckpt=sections.Ckpt(path=ckpt.path, output_dir=ckpt.output_dir),
+            logger=sections.Logger(
+                metrics_path=self.logger.metrics_path, figure_path=self.logger.figure_path,
+                tensorboard_dir=self.logger.tensorboard_dir,
+            ),
+        )
+
+
+def _gpus() -> int:
+    """Without torch, for which --help and most faults need not wait."""
+    here, visible = len(glob.glob("/dev/nvidia[0-9]*")), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return here if visible is None else min(here, len([name for name in visible.split(",") if name.strip()]))
+
+
+# names of `SupervisedConfig.policy`, and what they are called here; a prefix stands for all below it
+_CALLED = {
+    "actor.num_nodes * actor.num_gpus_per_node": "model.num_gpus_per_node",
+    "actor.num_nodes": "model.num_gpus_per_node", "actor.num_gpus_per_node": "model.num_gpus_per_node",
+    "actor.model_name_or_path": "model.model_name_or_path",
+    "actor.gradient_checkpointing_enable": "model.gradient_checkpointing_enable", "actor.": "",
+    "data.prompt_dataset": "data.dataset", "data.label_key": "data.output_key",
+}
+
+
+def _here(text: str) -> str:
+    for theirs, ours in _CALLED.items():
+        text = text.replace(theirs, ours)
+    return text
+
+
+def load_supervised(argv: Sequence[str], choice: Choice | None = None) -> SupervisedConfig:
+    """Builds the configuration from command-line words, as ``load_config`` does that of ``train_ppo_ray``.
+
+    ``choice``: what ``megatron.layout auto`` comes to. Raises ConfigError: lists every violation.
+    """
+    table = table_of(SupervisedConfig)
+    line = read_command_line(argv, table)
+    if line.help_filter is not None:
+        sys.stdout.write(format_help(line.help_filter, table=table, usage=USAGE))
+        raise SystemExit(0)
+    draft, settings = Draft(table, list(line.violations)), []
+    for path in line.config_files:
+        found, broken = read_yaml(path, table)
+        settings += found
+        draft.violations += broken
+    collect(draft, [*settings, *line.settings])
+    resolve_paths(draft)
+    stand_in(draft)
+    _derive(draft)
+    config = typed(draft, SupervisedConfig)
+    if choice is not None and config.megatron.layout == "auto":
+        as_chosen(draft, choice(config.policy))
+        config = typed(draft, SupervisedConfig)
+    for violation, is_fault in unsupported(config, draft.origins):
+        if is_fault:
+            draft.violations.append(violation)
+        else:
+            draft.lines.append(violation.message)
+    found_sections = check_sections(config)
+    broken_rules = [*found_sections.violations, *_violations(config)]
+    draft.violations += [rule for rule in broken_rules if draft.tainted.isdisjoint(rule.options)]
+    if draft.violations:
+        raise ConfigError(draft.violations)
+    config._sources = draft.origins
+    config._warnings = (*draft.lines, *found_sections.warnings)
+    return config
+
+
+def _derive(draft: Draft) -> None:
+    """Defaults that follow from other options."""
+    output_dir = draft.values.setdefault("ckpt.output_dir", os.path.abspath(SupervisedCkpt().output_dir))
+    draft.values.setdefault("ckpt.path", os.path.abspath(SupervisedCkpt().path))
+    for name, leaf in (("logger.metrics_path", "metrics.jsonl"), ("logger.figure_path", "training.png")):
+        if draft.values.get(name) is None:
+            draft.values[name] = os.fspath(Path(str(output_dir)) / leaf)
+    if str(draft.values.get("model.gradient_checkpointing_enable")).lower() == "true":
+        draft.values.setdefault("megatron.recompute", "full")
+
+
+def _violations(config: SupervisedConfig) -> Iterator[Violation]:
+    """Rules between sections: those of a policy, in the names of this command."""
+    if config.data.dataset is None and not config.dry_run:
+        yield Violation(("data.dataset",),
+            "data.dataset is required: a .jsonl file of examples, a folder or a hub name")
+    if config.fp8.rollout_enable:
+        yield Violation(("fp8.rollout_enable",),
+            "fp8.rollout_enable is about rollout engines, which supervised training has not: leave it out")
+    policy = config.policy
+    of_policy = (found for rule in (model_violations, policy_layout, precision.parameters, output_violations)
+                 for found in rule(policy))
+    yield from _answers(config)
+    for found in (*of_policy, *_datasets(config)):
+        yield Violation(tuple(map(_here, found.options)), _here(found.message))
+
+
+def _datasets(config: SupervisedConfig) -> Iterator[Violation]:
+    data = config.data
+    read = sections.Data(
+        input_key=data.input_key, label_key=None if config.model.pretrain_mode_enable else data.output_key,
+        apply_chat_template=data.apply_chat_template,
+    )
+    of = (("data.dataset", data.dataset, "data.dataset_split", data.dataset_split),
+          ("eval.dataset", config.eval.dataset, "eval.split", config.eval.split))
+    for option_name, datasets, split_name, split in of:
+        if datasets is not None:
+            yield from dataset_violations(option_name, datasets, read, [], not config.model.pretrain_mode_enable)
+            yield from split_violations(split_name, split, option_name, datasets)
+
+
+def _answers(config: SupervisedConfig) -> Iterator[Violation]:
+    """An example has an answer."""
+    data = config.data
+    plain = not (data.apply_chat_template or data.output_key or config.model.pretrain_mode_enable)
+    if plain:
+        yield Violation(("data.output_key", "data.apply_chat_template", "model.pretrain_mode_enable"),
+            "data.output_key is required, the key of the answers: without it only a chat (data.apply_chat_template) or "
+            "plain text (model.pretrain_mode_enable) can be trained on")
+    if data.multiturn and data.output_key is not None:
+        yield Violation(("data.multiturn", "data.output_key"),
+            f"data.multiturn reads whole chats of data.input_key: leave data.output_key {data.output_key} out")

@@ -1,0 +1,160 @@
+"""Sections of supervised fine-tuning, where OpenRLHF's ``train_sft`` has others than ``train_ppo_ray``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+
+from openrlhf_ext.options import Float, Int, Section, Violation, added, no_meaning, not_yet, option
+from openrlhf_ext.options.sections.models import Adam, DeepSpeedTraining
+from openrlhf_ext.options.sections.run import Interval, Records, Wandb, holds_prompt, share_violations
+
+# an option has its default, its meaning and its bounds, as in a table
+# fmt: off
+
+
+class Model(Section):
+    """The model under training."""
+
+    model_name_or_path: str | None = option(None,
+        "folder of the Hugging Face checkpoint (qwen2, qwen3, llama), or its hub name; required", path="input")
+    num_gpus_per_node: Int | None = added(None,
+        "ranks that the command starts on this machine, one per GPU, or one per process on CPU; torchrun and other "
+        "launchers, which start the command once for every rank, say it themselves", ge=1, le=2**8,
+        default_text="the GPUs of this machine, 1 without any")
+    pretrain_mode_enable: bool = option(False,
+        "train on every token of data.input_key as it stands: continued pretraining, without template and answers")
+    gradient_checkpointing_enable: bool = option(False,
+        "recompute activations in the backward pass; the same as megatron.recompute full")
+    gradient_checkpointing_reentrant: bool = no_meaning(False, "re-entrant form of torch's checkpointing",
+        why="Megatron brings its own recomputation", instead="use megatron.recompute full")
+    aux_loss_coef: Float = not_yet(0, "weight of the load-balancing loss of mixture-of-experts models",
+        why="only dense models are built", instead="set it to 0")
+
+
+class SupervisedData(Section):
+    """Examples: prompts with answers, or chats."""
+
+    dataset: str | None = option(None,
+        "examples: .jsonl, .json, .csv, .parquet or .arrow file, folder, or hub name; several separated by commas; "
+        "required", path="input")
+    dataset_probs: str | None = option(None, "share of each dataset, separated by commas; null = concatenate")
+    dataset_split: str = option("train", "split of data.dataset")
+    max_samples: Int = option(1000000, "examples used of the dataset", ge=1)
+    max_len: Int = option(2048, "longest example, prompt and answer together, tokens: what is longer is cut, and "
+        "examples whose prompt leaves no room for an answer are skipped", ge=4)
+    input_key: str = option("input",
+        "key of the prompt in a record; with data.apply_chat_template it may be a list of messages, without "
+        "data.output_key it is the whole chat, whose last message is the answer")
+    output_key: str | None = option(None, "key of the answer in a record")
+    input_template: str | None = option("User: {}\nAssistant: ",
+        "text around the prompt, unless data.apply_chat_template is on; {} stands for the prompt; null = none",
+        default_text="User: {}\\nAssistant: ")
+    apply_chat_template: bool = option(False, "put examples through the tokenizer's chat template")
+    tokenizer_chat_template: str | None = option(None, "chat template instead of the tokenizer's own")
+    multiturn: bool = option(False, "train on every message of the assistant in a chat instead of the last one")
+    disable_fast_tokenizer: bool = option(False, "use the slow tokenizer")
+    dataloader_num_workers: Int = no_meaning(0, "processes that load examples",
+        why="examples are tokenized once, before the first step", instead="leave it out")
+
+    def violations(self) -> Iterator[Violation]:
+        if self.input_template is not None and not self.apply_chat_template and not holds_prompt(self.input_template):
+            yield Violation(("data.input_template",),
+                "data.input_template must contain {}, where the prompt goes, and no other field (write {{ and }} for "
+                f"braces), or be null: got {self.input_template!r}")
+        if self.dataset is not None and self.dataset_probs is not None:
+            yield from share_violations("data.dataset_probs", self.dataset_probs, "data.dataset", self.dataset)
+        if self.multiturn and not self.apply_chat_template:
+            yield Violation(("data.multiturn", "data.apply_chat_template"),
+                "data.multiturn needs data.apply_chat_template, which says where a turn begins: got true and false; "
+                "switch it on")
+
+    def cautions(self) -> Iterator[str]:
+        if "\\n" in (self.input_template or ""):
+            yield "data.input_template contains a backslash and an n: write a line break ($'\\n' in bash)"
+
+
+class SupervisedTrain(Section):
+    """Optimizer steps."""
+
+    needs = {"!train.dynamic_batch_enable": ("micro_batch_size",),
+        "train.dynamic_batch_enable": ("max_tokens_per_gpu",)}
+
+    batch_size: Int = option(128, "examples per optimizer step, over all ranks; the last step of a pass may have fewer",
+        ge=1)
+    micro_batch_size: Int = option(8, "examples per forward-backward pass and data-parallel rank, packed without "
+        "padding; see train.dynamic_batch_enable", ge=1, le=2**16)
+    dynamic_batch_enable: bool = added(False,
+        "fill micro-batches up to a token budget (train.max_tokens_per_gpu) instead of with a number of examples")
+    max_tokens_per_gpu: Int = added(16192,
+        "with train.dynamic_batch_enable: tokens of a micro-batch on one rank (context-parallel ranks share a "
+        "micro-batch: times megatron.context_parallel_size in all)", ge=1)
+    max_epochs: Int = option(2, "passes over the examples", ge=1)
+    seed: Int = option(42, "seed of the order of the examples", ge=0, le=2**31 - 1)
+    full_determinism_enable: bool = option(False,
+        "on GPUs only TransformerEngine's deterministic attention; on CPU training is deterministic anyway")
+
+
+class SupervisedEval(Section):
+    """Evaluation during training."""
+
+    needs = {"eval.dataset": ("steps", "split")}
+
+    steps: Interval = option(-1,
+        "optimizer steps between evaluations of eval.dataset, -1 = after every pass; before the first step there is "
+        "one in any case")
+    dataset: str | None = option(None, "held-out examples; same forms as data.dataset", path="input")
+    split: str = option("train", "split of eval.dataset")
+
+
+class SupervisedCkpt(Section):
+    """What is kept on disk."""
+
+    needs = {"ckpt.save_steps!=-1": ("save_hf", "max_num", "max_mem")}
+
+    save_steps: Interval = option(-1,
+        "optimizer steps between checkpoints that a run can resume from, -1 = none; the last weights are kept anyway")
+    path: str = option("./ckpt/checkpoints_sft", "folder of the checkpoints, on storage that all nodes share",
+        path="output")
+    save_hf: bool = option(False, "write the checkpoints of ckpt.save_steps in Hugging Face form too (weights only)")
+    disable_ds: bool = option(False, "write no checkpoints that a run can resume from, only those of ckpt.save_hf")
+    max_num: Int = option(3, "checkpoints of ckpt.save_steps kept; the oldest are deleted", ge=1)
+    max_mem: Float = option(int(1e8),
+        "disk space that resumable checkpoints may take, GB (1e9 bytes); the oldest are deleted, never the newest one",
+        gt=0)
+    load_enable: bool = option(False,
+        "resume from the newest checkpoint in ckpt.path; without one the run starts from the beginning")
+    output_dir: str = option("./ckpt", "folder of the final Hugging Face checkpoint, metrics and figure", path="output")
+
+    def violations(self) -> Iterator[Violation]:
+        if self.disable_ds and not self.save_hf and self.save_steps != -1:
+            yield Violation(("ckpt.save_steps", "ckpt.disable_ds", "ckpt.save_hf"),
+                f"ckpt.save_steps {self.save_steps} writes nothing: ckpt.disable_ds switches resumable checkpoints off "
+                "and ckpt.save_hf is off; drop ckpt.disable_ds or add --ckpt.save_hf")
+
+
+class SupervisedWandb(Wandb):
+    """Weights and Biases."""
+
+    project: str = option("openrlhf_train_sft", "W&B project")
+    run_name: str = option(lambda: datetime.now().strftime("sft_%m%dT%H:%M"),
+        "name of the run, also of its TensorBoard folder", default_text="sft_<mmddTHH:MM>")
+
+
+class SupervisedLogger(Records):
+    """Where numbers go."""
+
+    wandb: SupervisedWandb = SupervisedWandb()
+
+
+class SupervisedAdam(Adam):
+    """Adam of supervised fine-tuning."""
+
+    lr: Float = option(5e-6, "peak learning rate", ge=0)
+
+
+class SupervisedDeepSpeed(DeepSpeedTraining):
+    """Options of OpenRLHF's DeepSpeed backend."""
+
+    packing_samples: bool = no_meaning(False, "concatenate examples without padding",
+        why="micro-batches are always packed without padding", instead="leave it out")

@@ -1,0 +1,198 @@
+"""One rank of a supervised run: read, train, evaluate, save. Every function is a collective over all ranks of the model
+unless it says otherwise.
+
+Shape suffixes as in ``megatron.step.batch``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from openrlhf_ext.checkpoints import CheckpointError
+from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.megatron.distributed import initialize_distributed
+from openrlhf_ext.megatron.policy import MegatronPolicy
+from openrlhf_ext.megatron.settings import ModelSettings, layer_converters
+from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
+from openrlhf_ext.megatron.step.schedule import sum_over_replicas
+from openrlhf_ext.megatron.watchdog import phase, start_watchdog, wait_for_all
+from openrlhf_ext.options import required
+from openrlhf_ext.sft.checkpoints import Checkpoints
+from openrlhf_ext.sft.data import fingerprint, load_examples, read_examples, save_examples
+from openrlhf_ext.sft.loss import Answers, SupervisedLoss
+from openrlhf_ext.sft.records import Records
+
+logger = logging.getLogger(__name__)
+
+_TERMINATED = 128 + signal.SIGTERM
+
+
+def run_rank(config: SupervisedConfig) -> int:
+    """Trains until the examples are used up, on every rank; 0, or 143 after SIGTERM, when a checkpoint was written."""
+    timeout_s = config.megatron.collective_timeout_s
+    initialize_distributed(config.layout, timeout_s, config.train.seed)
+    start_watchdog(timeout_s)
+    with ExitStack() as stack:
+        terminated = stack.enter_context(_termination())
+        with phase("reading the examples"):
+            examples, held_out = _shared_examples(config)
+        return Supervised(config, examples, held_out, terminated).run()
+
+
+@contextmanager
+def _termination() -> Iterator[list[int]]:
+    """In the body SIGTERM is noted in the list, so that the step under way ends first."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _shared_examples(config: SupervisedConfig) -> tuple[SequenceBatch, SequenceBatch | None]:
+    """Rank 0 tokenizes; the others map what it wrote, on storage that all nodes share."""
+    if dist.get_world_size() == 1:
+        return read_examples(config)
+    folder = Path(config.ckpt.output_dir) / ".examples"
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        for name, examples in zip(("train", "held_out"), read_examples(config), strict=True):
+            if examples is not None:
+                save_examples(folder, name, examples)
+    wait_for_all()  # it may read for longer than a collective may take
+    train, held_out = load_examples(folder, "train"), load_examples(folder, "held_out")
+    wait_for_all()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)  # what is mapped stays readable
+    if train is None:
+        raise CheckpointError(
+            f"rank 0 has written {folder}, which rank {dist.get_rank()} does not see: ckpt.output_dir must be on "
+            "storage that all nodes share"
+        )
+    return train, held_out
+
+
+def settings(config: SupervisedConfig, updates: int) -> ModelSettings:
+    """What the rank builds: the policy of ``config.policy`` at temperature 1."""
+    policy = config.policy
+    path = required(config.model.model_name_or_path, "model.model_name_or_path")
+    return ModelSettings(
+        path, config.layout, config.megatron, policy.rollout, policy.train, layer_converters(config), policy.actor,
+        updates,
+    )  # fmt: skip
+
+
+class Supervised:
+    """A run; ``terminated`` holds SIGTERM once it came."""
+
+    def __init__(
+        self, config: SupervisedConfig, examples: SequenceBatch, held_out: SequenceBatch | None, terminated: list[int]
+    ) -> None:
+        self.config, self.examples, self.held_out, self.terminated = config, examples, held_out, terminated
+        self.per_epoch = math.ceil(len(examples) / config.train.batch_size)
+        self.steps = self.per_epoch * config.train.max_epochs
+        with phase("building the model"):
+            self.policy = MegatronPolicy(settings(config, self.steps))
+        self.checkpoints = Checkpoints(config, self.policy, fingerprint(examples))
+        self.step = self.checkpoints.resume()
+        self.records = Records(config, self.steps, self.step) if dist.get_rank() == 0 else None
+        self.last_evaluation = -1
+
+    def run(self) -> int:
+        """0, or 143 after SIGTERM."""
+        try:
+            if self.step == 0:
+                self._evaluate()
+            while self.step < self.steps:
+                self._train_step()
+                if self._due(self.config.eval.steps, self.per_epoch):
+                    self._evaluate()
+                ends = self._someone_was_terminated()
+                if ends or self._due(self.config.ckpt.save_steps, None):
+                    self._save(ends)
+                if ends:
+                    return _TERMINATED
+            if self.last_evaluation != self.step:
+                self._evaluate()
+            self._finish()
+            return 0
+        finally:
+            if self.records is not None:
+                self.records.close()
+
+    def _due(self, every: int, otherwise: int | None) -> bool:
+        """Whether something is due after this step; ``otherwise``: how often without a number of steps."""
+        interval = otherwise if every == -1 else every
+        return interval is not None and self.step % interval == 0
+
+    def _train_step(self) -> None:
+        started = time.perf_counter()
+        with phase(f"training step {self.step + 1}"):
+            rows = self._rows(self.step)
+            tokens = max(1, int(self.examples.counts_B[torch.tensor(rows)].sum()))
+            batch = self.examples.select(self._own(self.examples, rows))
+            metrics = self.policy.train_step(batch, Answers(batch.responses, tokens), SupervisedLoss())
+        self.step += 1
+        if self.records is not None:
+            total, seconds = int(self.examples.lengths_B[torch.tensor(rows)].sum()), time.perf_counter() - started
+            self.records.step(self.step, metrics, tokens, total, seconds)
+
+    def _rows(self, step: int) -> list[int]:
+        """The examples of a step: every pass has an order of its own, which depends on the seed alone."""
+        epoch, number = divmod(step, self.per_epoch)
+        generator = torch.Generator().manual_seed(self.config.train.seed + epoch)
+        order = torch.randperm(len(self.examples), generator=generator)
+        size = self.config.train.batch_size
+        return order[number * size : (number + 1) * size].tolist()
+
+    def _own(self, of: SequenceBatch, rows: list[int]) -> list[int]:
+        """Those of this data-parallel rank, about as much work for each. Not a collective."""
+        replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+        lengths_B = of.lengths_B[torch.tensor(rows)]
+        return [rows[place] for place in balance_rows(lengths_B, replicas, self.policy.shape.attention_length)[replica]]
+
+    def _evaluate(self) -> None:
+        """The mean loss over all trained tokens of the held-out examples."""
+        self.last_evaluation = self.step
+        if self.held_out is None:
+            return
+        started = time.perf_counter()
+        with phase("evaluating"):
+            own = self.held_out.select(self._own(self.held_out, list(range(len(self.held_out)))))
+            total = self.policy.logprobs(own).logprobs_N.sum(dtype=torch.float64)
+            loss = -float(sum_over_replicas(total, self.policy.device)) / int(self.held_out.counts_B.sum())
+        if self.records is not None:
+            self.records.evaluation(self.step, loss, time.perf_counter() - started)
+
+    def _someone_was_terminated(self) -> bool:
+        """Whether any rank has got SIGTERM: all of them end after the same step."""
+        seen = torch.tensor(len(self.terminated), device=self.policy.device)
+        dist.all_reduce(seen, dist.ReduceOp.MAX)
+        return bool(seen)
+
+    def _save(self, ends: bool) -> None:
+        with phase("saving a checkpoint"):
+            self.checkpoints.save(self.step, ends)
+        if self.records is not None:
+            self.records.saved(self.step, ends)
+
+    def _finish(self) -> None:
+        path = self.config.ckpt.output_dir
+        with phase("writing the final checkpoint"):
+            self.policy.save_hf(path)
+            wait_for_all()
+        if self.records is not None:
+            self.records.finished(path)
+
