@@ -112,6 +112,7 @@ class SupervisedConfig(Configuration):
             ),
             megatron=self.megatron,
             fp8=self.fp8,
+            algo=sections.Algo(advantage=sections.Advantage(estimator="grpo")),  # without a critic
             rollout=sections.Rollout(micro_batch_size=self.train.micro_batch_size),
             train=sections.Train(
                 batch_size=self.train.batch_size, micro_batch_size=self.train.micro_batch_size, seed=self.train.seed,

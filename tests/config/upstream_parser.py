@@ -10,10 +10,10 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 
-def upstream_parser() -> argparse.ArgumentParser:
+def upstream_parser(command: str = "train_ppo_ray") -> argparse.ArgumentParser:
     """Runs the statements of the main block up to the parsing, and nothing else of the module."""
     assert importlib.util.find_spec("openrlhf") is not None
-    path = Path(str(distribution("openrlhf").locate_file("openrlhf/cli/train_ppo_ray.py")))
+    path = Path(str(distribution("openrlhf").locate_file(f"openrlhf/cli/{command}.py")))
     main = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.If)][-1]
     statements = []
     for node in main.body:

@@ -19,12 +19,13 @@ from openrlhf_ext.algorithms import LossBatch, RolloutBatch, get_algorithm
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.step.batch import SequenceBatch
+from openrlhf_ext.sft.loss import Answers, SupervisedLoss
 from tests.algorithms.test_invariants import NAMES, build
 from tests.megatron.parity import deal, settings
 from tests.patience import PATIENCE_S
 from tests.sequences import masked_batch, plain_rows
 
-GROUP, TEMPERATURE = 4, 0.8
+GROUP, TEMPERATURE, SUPERVISED = 4, 0.8, "supervised"
 # (prompt, response) tokens of each completion: one-token responses among them
 LENGTHS = [(4, 9), (4, 1), (4, 6), (4, 3), (7, 2), (7, 12), (7, 1), (7, 5), (2, 1), (2, 4), (2, 8), (2, 3)]
 
@@ -33,7 +34,7 @@ LENGTHS = [(4, 9), (4, 1), (4, 6), (4, 3), (7, 2), (7, 12), (7, 1), (7, 5), (2, 
 class Truth:
     """One algorithm's loss on the mini-batch: ``shaped`` and what the whole of it gives."""
 
-    shaped: LossBatch
+    shaped: LossBatch | Answers
     value: float
     metrics: dict[str, float]
     grads: dict[str, Tensor]  # by HF name
@@ -93,7 +94,17 @@ def truths(model: torch.nn.Module, batch: SequenceBatch) -> dict[str, Truth]:
     new_N = log_p_NV.gather(1, batch.targets_N.long()[:, None])[:, 0]
     entropies_N = -(log_p_NV.exp() * log_p_NV).sum(-1)
     samples = rollout(batch, new_N, entropies_N)
-    return {name: truth(algorithm, samples, new_N, entropies_N, model) for name, algorithm in algorithms().items()}
+    made = {name: truth(algorithm, samples, new_N, entropies_N, model) for name, algorithm in algorithms().items()}
+    return made | {SUPERVISED: supervised_truth(batch, new_N, model)}
+
+
+def supervised_truth(batch: SequenceBatch, new_N: Tensor, model: torch.nn.Module) -> Truth:
+    """Supervised fine-tuning on the same tokens: their mean negative log-prob."""
+    loss = -new_N.mean()
+    model.zero_grad()
+    loss.backward(retain_graph=True)
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return Truth(Answers(batch.responses, batch.responses.tokens), float(loss.detach()), {}, grads)
 
 
 def truth(
@@ -139,7 +150,8 @@ def run_layouts(cases: list[dict], world_size: int, batch: SequenceBatch, proble
 
 def run_algorithm(policy: MegatronPolicy, batch: SequenceBatch, rows: list[int], truth: Truth) -> tuple[dict, dict]:
     shaped = truth.shaped
-    metrics = policy.accumulate_gradients(batch.select(rows), shaped.select(rows), shaped.algorithm)
+    objective = SupervisedLoss() if isinstance(shaped, Answers) else shaped.algorithm
+    metrics = policy.accumulate_gradients(batch.select(rows), shaped.select(rows), objective)
     errors = {}
     for name, grad in policy.export(lambda parameter: parameter.main_grad):
         expected = truth.grads[name]

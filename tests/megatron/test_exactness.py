@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.launch import launch
-from tests.megatron.exactness import TEMPERATURE, algorithms, chosen, make_batch, truths
+from tests.megatron.exactness import SUPERVISED, TEMPERATURE, algorithms, chosen, make_batch, truths
 from tests.models import make_tiny_model
 
 TOLERANCE = 1e-5
 
 # every other algorithm, where two layouts are one row of the table in docs/layouts.md: each algorithm is in one of them
-FIRST, SECOND = tuple(algorithms())[::2], tuple(algorithms())[1::2]
+FIRST, SECOND = (*tuple(algorithms())[::2], SUPERVISED), (*tuple(algorithms())[1::2], SUPERVISED)
 # (model, layout) by number of ranks; what is left of the ranks is data-parallel. "tied": tied embeddings, 2 key-value
 # heads, a vocabulary that 2 and 4 do not divide; "untied": query and key norms, the same otherwise. Two micro-batches
 # where messages are many: on two cores they take nearly all of the time
@@ -33,7 +33,8 @@ LAYOUTS = {
         ("untied", {"cp": 4, "micro_batch_size": 6}), ("tied", {"pp": 4, "max_tokens": 25}),
     ],
     # eight processes take long: one algorithm whose loss the head makes token by token, one that needs whole sequences
-    8: [("tied", {"tp": 2, "pp": 2, "cp": 2, "sp": True, "max_tokens": 20, "algorithms": ("grpo with KL", "gspo")})],
+    8: [("tied", {"tp": 2, "pp": 2, "cp": 2, "sp": True, "max_tokens": 20,
+                  "algorithms": ("grpo with KL", "gspo", SUPERVISED)})],
 }  # fmt: skip
 
 

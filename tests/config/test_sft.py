@@ -1,0 +1,126 @@
+"""The options of train_sft: OpenRLHF's, option by option, and one report of what is wrong with them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from openrlhf_ext.config.sft import SupervisedConfig, load_supervised
+from openrlhf_ext.config.show import format_options
+from openrlhf_ext.options import ConfigError
+from openrlhf_ext.options.table import table_of
+from tests.config.conftest import MODEL
+
+TABLE = table_of(SupervisedConfig)
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps({**MODEL, "max_position_embeddings": 2048}))
+    (tmp_path / "examples.jsonl").write_text('{"q": "1+1?", "a": "2"}\n{"q": "1+2?", "a": "3"}\n')
+    return [
+        "--model.model_name_or_path", str(tmp_path / "model"), "--data.dataset", str(tmp_path / "examples.jsonl"),
+        "--data.input_key", "q", "--data.output_key", "a", "--ckpt.output_dir", str(tmp_path / "out"),
+        "--ckpt.path", str(tmp_path / "ckpt"),
+    ]  # fmt: skip
+
+
+def faults(words: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        load_supervised(words)
+    return [violation.message for violation in raised.value.violations]
+
+
+class TestOpenRLHF:
+    @pytest.fixture
+    def actions(self) -> dict[str, argparse.Action]:
+        pytest.importorskip("openrlhf", reason="compares with the installed OpenRLHF")
+        from tests.config.upstream_parser import upstream_parser
+
+        found = {a.option_strings[0].removeprefix("--"): a for a in upstream_parser("train_sft")._actions}
+        found.pop("-h")
+        return found
+
+    def test_every_option_is_known_and_only_those_count_as_its_own(self, actions):
+        assert len(actions) == 77
+        assert {name for name, option in TABLE.items() if not option.info.added} == set(actions)
+
+    def test_defaults_and_forms(self, actions):
+        changed = set()
+        for name, action in actions.items():
+            default = tuple(action.default) if isinstance(action.default, list) else action.default
+            if default != TABLE[name].default:
+                changed.add(name)
+            forms = {"*": "many", "+": "many", 2: "pair", None: "one", 0: "flag"}
+            assert TABLE[name].arity == forms[action.nargs], name
+        assert changed == {"logger.wandb.run_name", "muon.no_nesterov"}, "a time; a second flag for muon.nesterov"
+
+
+def test_a_configuration(words, tmp_path):
+    config = load_supervised([*words, "--ds.ring_attn_size", "1", "--model.gradient_checkpointing_enable"])
+    assert config.logger.metrics_path == str(tmp_path / "out/metrics.jsonl")
+    assert (config.train.batch_size, config.train.micro_batch_size, config.train.max_epochs) == (128, 8, 2)
+    assert config.megatron.recompute == "full" and config.adam.lr == 5e-6 and config.world_size == 1
+    policy = config.policy.actor
+    assert (policy.adam.lr, policy.lr_warmup_ratio, policy.max_norm) == (5e-6, 0.03, 1.0)
+    (tmp_path / "again.yaml").write_text(format_options(config))
+    assert load_supervised(["--config", str(tmp_path / "again.yaml")]).model_dump() == config.model_dump()
+
+
+def test_sizes_that_deepspeed_is_given(words):
+    config = load_supervised([*words, "--ds.zero_stage", "3", "--ds.packing_samples", "--model.num_gpus_per_node", "2",
+                              "--ds.tensor_parallel_size", "2"])  # fmt: skip
+    assert config.layout.tensor_parallel_size == 2 and config.layout.data_parallel_size == 1
+    assert any("ds.zero_stage" in line for line in config.warnings)
+
+
+def test_all_faults_in_one_report(words, tmp_path):
+    (tmp_path / "broken.jsonl").write_text(json.dumps({"q": "1+1?", "a": 2}) + "\n")
+    found = faults([
+        *words, "--adam.lr", "abc", "--eval.dataset", str(tmp_path / "broken.jsonl"), "--data.multiturn",
+        "--megatron.tensor_parallel_size", "3", "--model.lora", "4",
+        "--adam.learning_rate", "1", "--ds.lora.rank", "8", "--optim", "muon",
+        "--fp8.rollout_enable",
+    ])  # fmt: skip
+    text = "\n".join(found)
+    assert "adam.lr: expected number >= 0, got abc (command line)" in found
+    assert "unknown option model.lora" in text
+    assert "unknown option adam.learning_rate (command line); did you mean adam.lr?" in found
+    assert "ds.lora.rank is not supported" in text and "optim is not supported" in text
+    assert "must divide the model's attention heads: got 3, the model of model.model_name_or_path has" in text
+    assert "model.num_gpus_per_node must be a multiple of megatron.tensor_parallel_size" in text
+    assert "under 'a'; both must be texts" in text
+    assert "data.multiturn needs data.apply_chat_template" in text
+    assert "data.multiturn reads whole chats of data.input_key: leave data.output_key a out" in text
+    assert "fp8.rollout_enable is about rollout engines" in text
+    assert "actor." not in text and "prompt_dataset" not in text and "critic" not in text, "names of another command"
+
+
+@pytest.mark.parametrize(
+    ("record", "fault"),
+    [
+        ({"q": [{"role": "user", "content": "1+1?"}]}, "of which the last is the assistant's"),
+        ({"q": "1+1?"}, "has no chat under 'q'"),
+    ],
+)
+def test_a_chat_ends_in_an_answer(record, fault, words, tmp_path):
+    (tmp_path / "examples.jsonl").write_text(json.dumps(record) + "\n")
+    without = [word for word in words if word not in ("--data.output_key", "a")]
+    assert any(fault in found for found in faults([*without, "--data.apply_chat_template"]))
+
+
+def test_an_answer_is_required(words):
+    without = [word for word in words if word not in ("--data.output_key", "a")]
+    assert any(found.startswith("data.output_key is required") for found in faults(without))
+    assert load_supervised([*without, "--model.pretrain_mode_enable"]).model.pretrain_mode_enable
+
+
+def test_help_is_of_this_command(capsys):
+    with pytest.raises(SystemExit):
+        load_supervised(["--help", "model"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: openrlhf-ext train-sft") and "--model.num_gpus_per_node" in shown

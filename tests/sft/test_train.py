@@ -1,0 +1,174 @@
+"""Supervised runs through their command: transformers' loss and steps, in every layout; resumed, the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.launch import launch
+from tests.models import make_tiny_policy
+from tests.patience import PATIENCE_S
+
+pytest.importorskip("openrlhf", reason="examples are read by OpenRLHF's class")
+pytestmark = pytest.mark.slow
+
+BATCH, EPOCHS, LR, EPS = 5, 2, 2e-3, 1e-4
+QUESTIONS = [(f"{a}+{b}=", f"{a + b}" + "!" * a) for a in range(1, 5) for b in (1, 7, 10)]
+
+
+class Task:
+    """A model and its examples in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.model = folder, folder / "model"
+        make_tiny_policy(self.model, num_hidden_layers=4)
+        for name, questions in (("train", QUESTIONS), ("held_out", [("9+9=", "18"), ("1+0=", "1")])):
+            lines = (json.dumps({"q": question, "a": answer + "<|im_end|>"}) + "\n" for question, answer in questions)
+            (folder / f"{name}.jsonl").write_text("".join(lines))
+
+    def words(self, name: str, **more: object) -> list[str]:
+        given = {
+            "model.model_name_or_path": self.model, "data.dataset": self.folder / "train.jsonl", "data.input_key": "q",
+            "data.output_key": "a", "data.input_template": "null", "data.max_len": 64,
+            "eval.dataset": self.folder / "held_out.jsonl", "megatron.param_dtype": "fp32", "train.batch_size": BATCH,
+            "train.micro_batch_size": 2, "train.max_epochs": EPOCHS, "adam.lr": LR, "adam.eps": EPS,
+            "lr_scheduler": "constant", "ckpt.output_dir": self.folder / name,
+            "ckpt.path": self.folder / name / "steps",
+        } | {option.replace("__", "."): value for option, value in more.items()}  # fmt: skip
+        return [word for option, value in given.items() for word in (f"--{option}", str(value))]
+
+    def train(self, name: str, ranks: int = 1, **more: object) -> Path:
+        assert launch("tests.sft.ranks", "train", ranks, argv=self.words(name, **more)) == [0] * ranks
+        return self.folder / name
+
+    def metrics(self, name: str) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    return Task(tmp_path_factory.mktemp("sft"))
+
+
+def encoded(task: Task, questions: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
+    tokenizer = AutoTokenizer.from_pretrained(task.model)
+    rows = [[tokenizer(text)["input_ids"] for text in (asked, answer + "<|im_end|>")] for asked, answer in questions]
+    longest = max(len(q) + len(a) for q, a in rows)
+    ids = [q + a + [0] * (longest - len(q) - len(a)) for q, a in rows]
+    labels = [[-100] * len(q) + a + [-100] * (longest - len(q) - len(a)) for q, a in rows]
+    return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)}
+
+
+@pytest.fixture(scope="module")
+def truth(task: Task) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses of the steps, held-out losses before and after each pass, and the last weights: transformers and torch."""
+    model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
+    decayed = [{"params": list(model.parameters()), "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(decayed, LR, (0.9, 0.95), EPS)
+
+    def held_out() -> float:
+        with torch.no_grad():
+            return model(**encoded(task, [("9+9=", "18"), ("1+0=", "1")])).loss.item()
+
+    losses, evaluations = [], [held_out()]
+    for epoch in range(EPOCHS):
+        order = torch.randperm(len(QUESTIONS), generator=torch.Generator().manual_seed(42 + epoch)).tolist()
+        for start in range(0, len(order), BATCH):
+            batch = encoded(task, [QUESTIONS[row] for row in order[start : start + BATCH]])
+            loss = model(**batch).loss  # the mean over all labels of the batch
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        evaluations.append(held_out())
+    return losses, evaluations, {name: p.detach() for name, p in model.named_parameters()}
+
+
+LAYOUTS = {
+    1: [{}, {"train__dynamic_batch_enable": True, "train__max_tokens_per_gpu": 20}],
+    4: [
+        {"megatron__tensor_parallel_size": 2, "megatron__sequence_parallel_enable": True},
+        {"megatron__pipeline_parallel_size": 2, "megatron__context_parallel_size": 2},
+        {"megatron__recompute": "full", "megatron__distributed_optimizer_enable": False},
+    ],
+}  # fmt: skip
+CASES = [(ranks, number) for ranks, layouts in LAYOUTS.items() for number in range(len(layouts))]
+
+
+@pytest.mark.parametrize(("ranks", "number"), CASES)
+def test_loss_steps_and_weights_are_those_of_transformers(task, truth, ranks, number):
+    name = f"layout{ranks}_{number}"
+    out = task.train(name, ranks, **LAYOUTS[ranks][number])
+    losses, evaluations, weights = truth
+    records = task.metrics(name)
+    steps = [record for record in records if "loss/sft" in record]
+    assert [record["step"] for record in steps] == list(range(1, len(losses) + 1))
+    assert [record["loss/sft"] for record in steps] == pytest.approx(losses, rel=1e-5)
+    assert [record["eval/loss"] for record in records if "eval/loss" in record] == pytest.approx(evaluations, rel=1e-5)
+    assert [record["tokens/trained"] for record in steps[:1]] == [_labels(task)]
+    written = load_file(out / "model.safetensors")
+    start = load_file(task.model / "model.safetensors")
+    for key, expected in weights.items():
+        if key in written:
+            moved = (written[key] - start[key]).norm()
+            assert moved > 1e-4 and (written[key] - expected).norm() < 1e-3 * moved, key
+    assert AutoTokenizer.from_pretrained(out)("1+1=")["input_ids"], "a checkpoint that transformers loads whole"
+
+
+def _labels(task: Task) -> int:
+    order = torch.randperm(len(QUESTIONS), generator=torch.Generator().manual_seed(42)).tolist()[:BATCH]
+    return int((encoded(task, [QUESTIONS[row] for row in order])["labels"] >= 0).sum())
+
+
+def digest(folder: Path) -> str:
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("more", [{"megatron__param_dtype": "bf16"}, {"fp8__enable": True, "fp8__emulate": True}])
+def test_a_resumed_run_ends_in_the_same_bits(task, more):
+    name = next(iter(more)).partition("__")[0]
+    whole = task.train(f"{name}_whole", **more)
+    halves = task.folder / f"{name}_halves"
+    task.train(halves.name, ckpt__save_steps=2, ckpt__max_num=1, ckpt__save_hf=True, **more)
+    kept = sorted(path.name for path in (halves / "steps").glob("global_step*"))
+    assert kept == ["global_step6", "global_step6_hf"]
+    assert digest(halves) == digest(whole), "saving changes nothing"
+    task.train(f"{name}_first", ckpt__save_steps=4, train__max_epochs=EPOCHS, **more)
+    first = task.folder / f"{name}_first"
+    assert digest(first) == digest(whole)
+    (first / "model.safetensors").unlink()
+    task.train(f"{name}_first", ckpt__load_enable=True, **more)
+    assert digest(first) == digest(whole)
+    steps = [record["step"] for record in task.metrics(f"{name}_first") if "loss/sft" in record]
+    assert steps == [1, 2, 3, 4, 5, 6], "the repeated steps are there once"
+
+
+def test_the_command_starts_its_ranks_and_ends_with_a_checkpoint_at_sigterm(task):
+    words = task.words("command", **{"model.num_gpus_per_node": 2, "train.max_epochs": 4000})
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "openrlhf_ext.cli.train_sft", *words]
+    metrics = task.folder / "command/metrics.jsonl"
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (metrics.exists() and "loss/sft" in metrics.read_text()):
+            assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=PATIENCE_S)[1]
+    assert process.returncode != 0 and "to go on from step" in said
+    events = [json.loads(line) for line in (task.folder / "command/events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events][-2:] == ["checkpoint", "interrupted"]
+    assert events[0]["layout"]["data"] == 2
+    assert list((task.folder / "command/steps").glob("global_step*/manifest.json"))
