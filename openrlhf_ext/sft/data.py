@@ -6,9 +6,11 @@ Shape suffixes as in ``megatron.step.batch``: B = examples, M = tokens of all, R
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,8 +33,11 @@ _PARTS = ("tokens_M", "lengths_B", "ranges_R2", "ranges_B")
 def read_examples(config: SupervisedConfig) -> tuple[SequenceBatch, SequenceBatch | None]:
     """The examples of data.dataset and of eval.dataset as token ids. Raises InputError: records cannot be used, or
     nothing is left."""
-    from openrlhf_ext.compat import DriverStrategy, get_tokenizer  # late: one rank reads, the others need no OpenRLHF
+    # late: one rank reads, the others need no OpenRLHF
+    from openrlhf_ext.compat import DriverStrategy, get_tokenizer, quiet_upstream_logs
 
+    if not config.logger.verbose:
+        quiet_upstream_logs()
     data = config.data
     args = SimpleNamespace(data=data, use_ms=False)
     strategy = DriverStrategy(args)
@@ -53,7 +58,7 @@ def _tokenized(
     from openrlhf_ext.compat import SFTDataset, blending_datasets
 
     data, plain = config.data, config.model.pretrain_mode_enable
-    with reading(paths, "as data"):
+    with reading(paths, "as data"), redirect_stdout(None if config.logger.verbose else io.StringIO()):
         records = blending_datasets(
             paths, shares, strategy, config.train.seed, max_count=data.max_samples, dataset_split=split
         )

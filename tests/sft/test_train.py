@@ -48,9 +48,8 @@ class Task:
         } | {option.replace("__", "."): value for option, value in more.items()}  # fmt: skip
         return [word for option, value in given.items() for word in (f"--{option}", str(value))]
 
-    def train(self, name: str, ranks: int = 1, **more: object) -> Path:
-        assert launch("tests.sft.ranks", "train", ranks, argv=self.words(name, **more)) == [0] * ranks
-        return self.folder / name
+    def train(self, ranks: int, *commands: list[str]) -> None:
+        assert launch("tests.sft.ranks", "train", ranks, commands=list(commands)) == [[0] * len(commands)] * ranks
 
     def metrics(self, name: str) -> list[dict]:
         return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
@@ -104,27 +103,29 @@ LAYOUTS = {
         {"megatron__recompute": "full", "megatron__distributed_optimizer_enable": False},
     ],
 }  # fmt: skip
-CASES = [(ranks, number) for ranks, layouts in LAYOUTS.items() for number in range(len(layouts))]
 
 
-@pytest.mark.parametrize(("ranks", "number"), CASES)
-def test_loss_steps_and_weights_are_those_of_transformers(task, truth, ranks, number):
-    name = f"layout{ranks}_{number}"
-    out = task.train(name, ranks, **LAYOUTS[ranks][number])
-    losses, evaluations, weights = truth
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_loss_steps_and_weights_are_those_of_transformers(task, truth, ranks):
+    names = [f"layout{ranks}_{number}" for number in range(len(LAYOUTS[ranks]))]
+    task.train(ranks, *(task.words(name, **layout) for name, layout in zip(names, LAYOUTS[ranks], strict=True)))
+    for name in names:
+        compare(task, name, *truth)
+
+
+def compare(task: Task, name: str, losses: list[float], evaluations: list[float], weights: dict) -> None:
     records = task.metrics(name)
     steps = [record for record in records if "loss/sft" in record]
     assert [record["step"] for record in steps] == list(range(1, len(losses) + 1))
-    assert [record["loss/sft"] for record in steps] == pytest.approx(losses, rel=1e-5)
+    assert [record["loss/sft"] for record in steps] == pytest.approx(losses, rel=1e-5), name
     assert [record["eval/loss"] for record in records if "eval/loss" in record] == pytest.approx(evaluations, rel=1e-5)
-    assert [record["tokens/trained"] for record in steps[:1]] == [_labels(task)]
-    written = load_file(out / "model.safetensors")
+    assert steps[0]["tokens/trained"] == _labels(task)
+    written = load_file(task.folder / name / "model.safetensors")
     start = load_file(task.model / "model.safetensors")
-    for key, expected in weights.items():
-        if key in written:
-            moved = (written[key] - start[key]).norm()
-            assert moved > 1e-4 and (written[key] - expected).norm() < 1e-3 * moved, key
-    assert AutoTokenizer.from_pretrained(out)("1+1=")["input_ids"], "a checkpoint that transformers loads whole"
+    for key, first in start.items():
+        moved = (written[key] - first).norm()
+        assert moved > 1e-4 and (written[key] - weights[key]).norm() < 1e-3 * moved, f"{key} of {name}"
+    assert AutoTokenizer.from_pretrained(task.folder / name)("1+1=")["input_ids"], "transformers loads it whole"
 
 
 def _labels(task: Task) -> int:
@@ -136,23 +137,33 @@ def digest(folder: Path) -> str:
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("more", [{"megatron__param_dtype": "bf16"}, {"fp8__enable": True, "fp8__emulate": True}])
-def test_a_resumed_run_ends_in_the_same_bits(task, more):
-    name = next(iter(more)).partition("__")[0]
-    whole = task.train(f"{name}_whole", **more)
-    halves = task.folder / f"{name}_halves"
-    task.train(halves.name, ckpt__save_steps=2, ckpt__max_num=1, ckpt__save_hf=True, **more)
-    kept = sorted(path.name for path in (halves / "steps").glob("global_step*"))
-    assert kept == ["global_step6", "global_step6_hf"]
-    assert digest(halves) == digest(whole), "saving changes nothing"
-    task.train(f"{name}_first", ckpt__save_steps=4, train__max_epochs=EPOCHS, **more)
-    first = task.folder / f"{name}_first"
-    assert digest(first) == digest(whole)
-    (first / "model.safetensors").unlink()
-    task.train(f"{name}_first", ckpt__load_enable=True, **more)
-    assert digest(first) == digest(whole)
-    steps = [record["step"] for record in task.metrics(f"{name}_first") if "loss/sft" in record]
-    assert steps == [1, 2, 3, 4, 5, 6], "the repeated steps are there once"
+RESUMED = {
+    "bf16": (4, {"megatron__param_dtype": "bf16"}),
+    "fp8": (2, {"fp8__enable": True, "fp8__emulate": True, "train__max_epochs": 1}),
+}  # fmt: skip
+"""Name: the step of the checkpoint, and options."""
+
+
+def test_a_resumed_run_ends_in_the_same_bits(task):
+    whole = [task.words(f"{name}_whole", **more) for name, (_, more) in RESUMED.items()]
+    saved = [
+        task.words(f"{name}_saved", ckpt__save_steps=at, ckpt__save_hf=True, **more)
+        for name, (at, more) in RESUMED.items()
+    ]
+    task.train(1, *whole, *saved)
+    wanted = {name: digest(task.folder / f"{name}_whole") for name in RESUMED}
+    for name, (at, _) in RESUMED.items():
+        folder = task.folder / f"{name}_saved"
+        assert digest(folder) == wanted[name], "saving changes nothing"
+        assert sorted(path.name for path in (folder / "steps").glob("global_step*")) == [
+            f"global_step{at}", f"global_step{at}_hf",
+        ]  # fmt: skip
+        (folder / "model.safetensors").unlink()
+    task.train(1, *(words + ["--ckpt.load_enable"] for words in saved))
+    for name in RESUMED:
+        assert digest(task.folder / f"{name}_saved") == wanted[name]
+        steps = [record["step"] for record in task.metrics(f"{name}_saved") if "loss/sft" in record]
+        assert steps == list(range(1, len(steps) + 1)), "the repeated steps are there once"
 
 
 def test_the_command_starts_its_ranks_and_ends_with_a_checkpoint_at_sigterm(task):
