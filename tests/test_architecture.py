@@ -45,6 +45,11 @@ RULES = {
         {"megatron", "openrlhf", "vllm", "ray", "pydantic"},
     ),
     "reporting": ({"inputs", "outputs", "redaction"}, HEAVY),
+    "sft": (
+        {"algorithms", "checkpoints", "compat", "config", "inputs", "megatron", "options", "patches", "redaction",
+         "reporting"},
+        {"ray", "vllm", "openrlhf", "deepspeed", "pydantic"},
+    ),
     "ranks": (CORE - {"config", "driver", "reporting", "rewards"}, {"openrlhf", "vllm", "pydantic"}),
     "driver": (
         CORE | {"inputs", "locks", "redaction", "user_code"},
@@ -77,7 +82,7 @@ LATE = (
     "cli/", "config/estimator.py", "config/show.py", "driver/job.py", "driver/preflight.py",
     "driver/processes.py", "driver/engines.py", "head/kernels.py",
     "megatron/layers/fp8.py", "ranks/",
-    "rollout/engine.py", "tools/plan/conversion_check.py",
+    "rollout/engine.py", "sft/data.py", "sft/records.py", "tools/plan/conversion_check.py",
 )  # fmt: skip
 
 
