@@ -1,4 +1,4 @@
-"""``openrlhf-ext train-sft --config FILE.yaml [--section.name value ...]``: supervised fine-tuning.
+"""``openrlhf-ext train_sft --config FILE.yaml [--section.name value ...]``: supervised fine-tuning.
 
 On one machine the command starts its ranks itself, by torchrun where there are several, without Ray. On several nodes a
 launcher starts it once for every rank: ``torchrun --nnodes 4 --nproc_per_node 8 ... -m openrlhf_ext.cli.train_sft``.

@@ -43,7 +43,7 @@ from openrlhf_ext.options.sections.sft import (
 from openrlhf_ext.options.table import Configuration, table_of
 
 USAGE = """\
-usage: openrlhf-ext train-sft [--config FILE.yaml ...] [--section.name value ...]
+usage: openrlhf-ext train_sft [--config FILE.yaml ...] [--section.name value ...]
 
 Names are those of OpenRLHF's train_sft; options marked + are added by openrlhf_ext. --help SECTION shows one group.
 """

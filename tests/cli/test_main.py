@@ -33,7 +33,7 @@ def test_alone_it_lists_every_command_and_each_says_its_own_name(capsys):
     [
         (["trian"], "openrlhf-ext: no command 'trian'; did you mean train?"),
         (["--versoin"], "openrlhf-ext: no command '--versoin'; did you mean --version?"),
-        (["xyz"], "openrlhf-ext: no command 'xyz'; commands: train, plan, "),
+        (["xyz"], "openrlhf-ext: no command 'xyz'; commands: train, train_sft, plan, "),
         (
             ["explain", "--algoritm", "grpo"],
             "openrlhf-ext explain: unknown option --algoritm; did you mean --algorithm?",

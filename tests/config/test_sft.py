@@ -123,4 +123,4 @@ def test_help_is_of_this_command(capsys):
     with pytest.raises(SystemExit):
         load_supervised(["--help", "model"])
     shown = capsys.readouterr().out
-    assert shown.startswith("usage: openrlhf-ext train-sft") and "--model.num_gpus_per_node" in shown
+    assert shown.startswith("usage: openrlhf-ext train_sft") and "--model.num_gpus_per_node" in shown

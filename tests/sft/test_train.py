@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from openrlhf_ext.cli.report import main as report
 from tests.launch import launch
 from tests.models import make_tiny_policy
 from tests.patience import PATIENCE_S
@@ -111,6 +113,10 @@ def test_loss_steps_and_weights_are_those_of_transformers(task, truth, ranks):
     task.train(ranks, *(task.words(name, **layout) for name, layout in zip(names, LAYOUTS[ranks], strict=True)))
     for name in names:
         compare(task, name, *truth)
+    page = task.folder / f"report{ranks}.html"
+    assert report([str(task.folder / names[0]), "--output", str(page)]) == 0
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text(), re.S)[1])
+    assert {"loss/sft", "eval/loss", "grad_norm"} <= set(data["key"]) and data["runs"][0]["state"] == "finished"
 
 
 def compare(task: Task, name: str, losses: list[float], evaluations: list[float], weights: dict) -> None:

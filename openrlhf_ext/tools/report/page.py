@@ -152,10 +152,11 @@ _SAMPLED_TOKENS = 45_000  # of the page; some 25 bytes each
 _COMPLETION_TOKENS = 600
 _LISTED_EVENTS = 300
 _HEADLINE_STEPS = 3  # at least, where the run has twelve
-_HEADLINES = ("reward/mean", "accuracy/mean", "eval/accuracy", "entropy/mean", "response/length_mean", "time/step")
+_HEADLINES = ("reward/mean", "accuracy/mean", "eval/accuracy", "entropy/mean", "response/length_mean", "loss/sft",
+             "eval/loss", "time/step")  # fmt: skip
 _KEY_CURVES = (
     "reward/mean", "accuracy/mean", "eval/accuracy", "entropy/mean", "response/length_mean", "kl/rollout",
-    "loss/policy", "grad_norm", "throughput/tokens_per_second",
+    "loss/policy", "loss/sft", "eval/loss", "grad_norm", "throughput/tokens_per_second",
 )  # fmt: skip
 _PHASES = ("generate", "grade", "logprob", "shape", "train", "sync")
 _STREAMED_PHASES = ("wait_rollouts", "logprob", "shape", "train", "sync")
@@ -193,7 +194,8 @@ def _run(run: Run, window: int, now: float) -> dict[str, Any]:
     times = [record["time"] for record in (*run.records, *run.events) if "time" in record]
     steps, options = run.steps, run.start.get("options", {})
     due = next((event.get("steps") for event in reversed(run.events) if event["event"] == "ready"), None)
-    about = [options.get("algo.advantage.estimator"), options.get("actor.model_name_or_path")]
+    model = options.get("actor.model_name_or_path") or options.get("model.model_name_or_path")
+    about = [options.get("algo.advantage.estimator"), model]
     return {
         "name": run.name, "state": run.state,
         "about": ", ".join(str(part).rstrip("/").rsplit("/", 1)[-1] for part in about if part),
