@@ -11,7 +11,8 @@ record. Questions that occur again are left out, those that come with two differ
 of the files named by --against, which are for testing.
 
 One JSON object per line comes out: ``question`` (a text, or with a system prompt a list of chat messages, for
---data.apply_chat_template), ``answer`` (the bare final answer) and ``source``. Beside it FILE.manifest.json has the
+--data.apply_chat_template), ``answer`` (the bare final answer) and ``source``; with --solutions also ``solution``, the
+worked one that the data set has, for supervised fine-tuning (with a system prompt a list of one message). Beside it FILE.manifest.json has the
 SHA-256 of every file read and written and the counts. Exit status 0, or 2 if something given is wrong.
 """
 
@@ -24,7 +25,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.outputs import in_one_piece
@@ -78,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
         "--template", help=f"text around the question: {', '.join(TEMPLATES)}, or a text with {{}}; dapo17k has its own"
     )
     add("--against", nargs="+", default=[], metavar="NAME=FILE", help="test files whose questions are left out")
+    add("--solutions", action="store_true", help=f"worked solutions too, of {', '.join(SOLUTIONS)}")
     add("--limit", type=int, help="records written, from the start")
     return parser
 
@@ -90,8 +92,10 @@ def prepare(arguments: argparse.Namespace) -> dict[str, Any]:
     problems, contradicting, files = _distinct(arguments)
     kept = {key: problem for key, problem in problems.items() if key not in held_out}
     records = [
-        {"question": _question(template.format(text), system), "answer": answer, "source": arguments.name}
-        for text, answer in list(kept.values())[: arguments.limit]
+        {"question": _question(template.format(problem.text), system), "answer": problem.answer}
+        | ({} if problem.solution is None else {"solution": _solution(problem, arguments.system_prompt)})
+        | {"source": arguments.name}
+        for problem in list(kept.values())[: arguments.limit]
     ]
     if not records:
         raise Refused("no record is left to write")
@@ -117,9 +121,18 @@ def prepare(arguments: argparse.Namespace) -> dict[str, Any]:
     return manifest
 
 
-def _distinct(arguments: argparse.Namespace) -> tuple[dict[str, tuple[str, str]], int, list[dict[str, Any]]]:
+class Problem(NamedTuple):
+    """A question, its bare answer, and the worked solution where it is asked for."""
+
+    text: str
+    answer: str
+    solution: str | None
+
+
+def _distinct(arguments: argparse.Namespace) -> tuple[dict[str, Problem], int, list[dict[str, Any]]]:
     """The problems by what makes their questions equal, the records that contradict others, what was read."""
-    problems: dict[str, tuple[str, str]] = {}
+    worked = _solutions(arguments)
+    problems: dict[str, Problem] = {}
     answers: dict[str, set[str]] = {}
     times: dict[str, int] = {}
     files = []
@@ -128,7 +141,7 @@ def _distinct(arguments: argparse.Namespace) -> tuple[dict[str, tuple[str, str]]
         for place, row in rows(source, arguments.subset, arguments.split):
             text, answer = _read(READERS[arguments.name], place, row)
             key = same_question(text)
-            problems.setdefault(key, (text, answer))
+            problems.setdefault(key, Problem(text, answer, None if worked is None else worked(row)))
             answers.setdefault(key, set()).add(answer)
             times[key] = times.get(key, 0) + 1
             records += 1
@@ -136,6 +149,23 @@ def _distinct(arguments: argparse.Namespace) -> tuple[dict[str, tuple[str, str]]
     contradicting = {key for key, given in answers.items() if len(given) > 1}
     distinct = {key: problem for key, problem in problems.items() if key not in contradicting}
     return distinct, sum(times[key] for key in contradicting), files
+
+
+def _solutions(arguments: argparse.Namespace) -> Callable[[Mapping[str, Any]], str] | None:
+    """Where a record that could be read has its worked solution; None: they are not asked for."""
+    if not arguments.solutions:
+        return None
+    if arguments.name not in SOLUTIONS:
+        raise Refused(f"--solutions: {arguments.name} has no worked solutions, {' and '.join(SOLUTIONS)} have")
+    return SOLUTIONS[arguments.name]
+
+
+def _solution(problem: Problem, system_prompt: str | None) -> str | list[dict[str, str]]:
+    """In the form that the system prompt asks for."""
+    text = str(problem.solution)
+    if system_prompt == "conflict":
+        text = f"<reasoning>{text}</reasoning>\n<answer>{problem.answer}</answer>"
+    return text if system_prompt is None else [{"role": "assistant", "content": text}]
 
 
 def _held_out(against: Sequence[str]) -> tuple[set[str], list[dict[str, Any]]]:
@@ -203,6 +233,10 @@ def _dapo17k(row: Mapping[str, Any]) -> tuple[str, str]:
     return text, answer.strip()
 
 
+SOLUTIONS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "gsm8k": lambda row: str(row["answer"].rpartition("####")[0].strip()),
+    "math": lambda row: str(row["solution"].strip()),
+}
 READERS: dict[str, Callable[[Mapping[str, Any]], tuple[str, str]]] = {"dapo17k": _dapo17k, **BENCHMARKS}
 
 

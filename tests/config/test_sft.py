@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from openrlhf_ext.config.sft import SupervisedConfig, load_supervised
 from openrlhf_ext.config.show import format_options
-from openrlhf_ext.options import ConfigError
+from openrlhf_ext.options import ConfigError, value_of
 from openrlhf_ext.options.table import table_of
 from tests.config.conftest import MODEL
 
+ROOT = Path(__file__).parents[2]
 TABLE = table_of(SupervisedConfig)
 
 
@@ -124,3 +126,24 @@ def test_help_is_of_this_command(capsys):
         load_supervised(["--help", "model"])
     shown = capsys.readouterr().out
     assert shown.startswith("usage: openrlhf-ext train_sft") and "--model.num_gpus_per_node" in shown
+
+
+STATED = {
+    "adam.betas": (0.9, 0.95), "adam.lr": 1e-6, "adam.weight_decay": 0.1, "lr_scheduler": "cosine",
+    "lr_warmup_ratio": 0.005, "max_norm": 0.1, "train.batch_size": 1, "train.max_epochs": 1, "train.seed": 3407,
+    "data.max_len": 5500, "ckpt.save_steps": 500,
+}  # fmt: skip
+"""Of supervised fine-tuning in Simoni et al., arXiv 2508.03772 v5, section 6 and listing 1."""
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "configs/sft").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_is_what_its_source_states(recipe, tmp_path):
+    record = {
+        "question": [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}],
+        "solution": [{"role": "assistant", "content": "<answer>2</answer>"}],
+    }  # fmt: skip
+    (tmp_path / "examples.jsonl").write_text(json.dumps(record) + "\n")
+    config = load_supervised(["--config", str(recipe), "--data.dataset", str(tmp_path / "examples.jsonl")])
+    stated = recipe.read_text().partition("--- stated")[2].partition("--- ours")[0]
+    names = re.findall(r"^([\w.]+):", stated, re.M)
+    assert {name: value_of(config, name) for name in names} == STATED
