@@ -55,8 +55,12 @@ def read_examples(config: SupervisedConfig) -> tuple[SequenceBatch, SequenceBatc
 def _tokenized(
     config: SupervisedConfig, paths: str, split: str, shares: str | None, strategy: Any, tokenizer: Any
 ) -> SequenceBatch:
+    import datasets
+
     from openrlhf_ext.compat import SFTDataset, blending_datasets
 
+    if not config.logger.verbose:
+        datasets.disable_progress_bars()
     data, plain = config.data, config.model.pretrain_mode_enable
     with reading(paths, "as data"), redirect_stdout(None if config.logger.verbose else io.StringIO()):
         records = blending_datasets(

@@ -56,6 +56,17 @@ def test_questions_come_once_and_never_from_the_test_files(tmp_path: Path):
     assert manifest["sources"][0]["sha256"] == {source: hashlib.sha256(Path(source).read_bytes()).hexdigest()}
 
 
+def test_worked_solutions_as_answers_to_train_on(tmp_path: Path, capsys):
+    source = write(tmp_path / "train.jsonl", [gsm8k("How many?", "1,072")])
+    (plain,), _ = run(tmp_path, "gsm8k", source, "--solutions")
+    assert plain == {"question": "How many?", "answer": "1072", "solution": "So it is 1,072.", "source": "gsm8k"}
+    (tagged,), _ = run(tmp_path, "gsm8k", source, "--solutions", "--system_prompt", "conflict")
+    content = "<reasoning>So it is 1,072.</reasoning>\n<answer>1072</answer>"
+    assert tagged["solution"] == [{"role": "assistant", "content": content}]
+    assert prepare_data.main(["amc23", source, "--solutions", "--output", str(tmp_path / "x.jsonl")]) == 2
+    assert "--solutions: amc23 has no worked solutions, gsm8k and math have" in capsys.readouterr().err
+
+
 def test_dapo_17k_as_published(tmp_path: Path):
     """It has every question about a hundred times."""
     table = pyarrow.Table.from_pylist([dapo("What is $1+1$?", "2"), dapo("And $3$?", "34")] * 3)
