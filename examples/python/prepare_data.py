@@ -12,8 +12,9 @@ of the files named by --against, which are for testing.
 
 One JSON object per line comes out: ``question`` (a text, or with a system prompt a list of chat messages, for
 --data.apply_chat_template), ``answer`` (the bare final answer) and ``source``; with --solutions also ``solution``, the
-worked one that the data set has, for supervised fine-tuning (with a system prompt a list of one message). Beside it FILE.manifest.json has the
-SHA-256 of every file read and written and the counts. Exit status 0, or 2 if something given is wrong.
+worked one that the data set has, for supervised fine-tuning (with a system prompt a list of one message). Beside it
+FILE.manifest.json has the SHA-256 of every file read and written and the counts. Exit status 0, or 2 if something given
+is wrong.
 """
 
 from __future__ import annotations
