@@ -32,7 +32,7 @@ _READ = re.compile(
     r"actor\.(adam\..*|max_norm|lr_scheduler|lr_warmup_ratio|lr_warmup_steps|eps_clip|eps_clip_low_high|dual_clip|"
     r"loss_agg_mode)|algo\.advantage\.(estimator|no_std_norm)|algo\.kl\.(init_coef|estimator|use_loss|unbiased_gradient)|"
     r"algo\.(?!advantage\.|kl\.|dynamic|module|gae\.|mixed)\w+\..*|data\.(input_key|label_key)|"
-    r"reward\.(remote_url|overlong_buffer_len|overlong_penalty_factor)|"
+    r"reward\.(remote_url|overlong_buffer_len|overlong_penalty_factor|length_penalty\..*)|"
     r"rollout\.(batch_size|n_samples_per_prompt|max_new_tokens|temperature|micro_batch_size)|"
     r"train\.(batch_size|micro_batch_size|max_epochs)"
 )
