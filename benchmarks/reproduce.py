@@ -175,7 +175,7 @@ def toy_study(paper: Paper, item: Item, *, steps: int | None = None, seeds: int 
             "steps": length,
             "seeds": seeds,
             "environment": run.environment,
-            "evaluation": {"every": max(1, length // 6), "problems": 64, "last_problems": 256, "samples": 16},
+            "evaluation": {"every": max(1, length // 5), "problems": 32, "last_problems": 128, "samples": 16},
         }
         cells[name] = {"task": task, "options": toy_options(run, toy)}
     return Study.model_validate({"tasks": tasks, "cells": cells, "options": _TOY})
