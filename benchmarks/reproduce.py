@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from benchmarks.study.outcomes import smoothed
 from benchmarks.study.runs import Places, Rows, commit, execute, finished, hardware, missing, read_rows, runs_of
-from benchmarks.study.settings import Study, StudyError
+from benchmarks.study.settings import Study, StudyError, faults
 from openrlhf_ext.cli.main import CommandParser, silence_libraries
 from openrlhf_ext.config.load import flattened
 from openrlhf_ext.inputs import nearest
@@ -59,9 +59,9 @@ class _Part(BaseModel):
 
 
 class Toy(_Part):
-    """The task that stands for a paper's data: a family of toy policies, and how much of it a step takes."""
+    """The task that stands for a paper's data: what makes policy and problems, and how much of it a step takes."""
 
-    family: str
+    maker: str
     reward: str
     prompts: PositiveInt
     updates: PositiveInt  # of a batch of rollouts
@@ -115,18 +115,18 @@ class ReproduceError(ValueError):
     """There is no such paper or item."""
 
 
-def read_papers(path: Path = PAPERS) -> dict[str, Paper]:
-    """All papers by name. Raises ValueError where the file is not as the classes above say."""
-    papers = {name: Paper.model_validate(raw) for name, raw in yaml.safe_load(path.read_text()).items()}
+def read_papers() -> dict[str, Paper]:
+    """All papers by name. Raises ValueError where PAPERS is not as the classes above say."""
+    papers = {name: Paper.model_validate(raw) for name, raw in yaml.safe_load(PAPERS.read_text()).items()}
     for name, paper in papers.items():
         for item, value in paper.items.items():
             if unknown := [run for run in value.runs if run not in paper.runs]:
-                raise ValueError(f"{path}: {name}.items.{item}.runs: no such runs: {', '.join(unknown)}")
+                raise ValueError(f"{PAPERS}: {name}.items.{item}.runs: no such runs: {', '.join(unknown)}")
     return papers
 
 
 def _one(kind: str, name: str | None, known: Mapping[str, Any]) -> Any:
-    if name in known:
+    if name is not None and name in known:
         return known[name]
     near = nearest(name or "", list(known))
     hint = f"; did you mean {near}?" if near else ""
@@ -164,21 +164,28 @@ def toy_options(run: Run, toy: Toy) -> dict[str, Any]:
 
 
 def toy_study(paper: Paper, item: Item, *, steps: int | None = None, seeds: int = 1) -> Study:
-    """The item's runs as a study. Runs that differ in model or data only are one run there."""
+    """The item's runs as a study, in which runs that differ in model or data only are made once.
+
+    Raises:
+        StudyError: a run's options break rules.
+    """
     toy, cells, tasks = paper.toy, {}, {}
     length = steps or toy.steps
     for name in item.runs:
         run = paper.runs[name]
-        task = "_".join([toy.family, *(value for _, value in sorted(run.environment.items()))])
+        task = "_".join(["toy", *(value for _, value in sorted(run.environment.items()))])
         tasks[task] = {
-            "maker": f"examples/python/toy_policy.py --family {toy.family} --heldout_size 512",
+            "maker": toy.maker,
             "steps": length,
             "seeds": seeds,
             "environment": run.environment,
             "evaluation": {"every": max(1, length // 5), "problems": 32, "last_problems": 128, "samples": 16},
         }
         cells[name] = {"task": task, "options": toy_options(run, toy)}
-    return Study.model_validate({"tasks": tasks, "cells": cells, "options": _TOY})
+    study = Study.model_validate({"tasks": tasks, "cells": cells, "options": _TOY})
+    if found := list(faults(study)):
+        raise StudyError("\n".join(found))
+    return study
 
 
 def run_toy(name: str, paper: Paper, item_name: str, arguments: argparse.Namespace) -> int:
@@ -315,7 +322,8 @@ def paper_commands(name: str, paper: Paper, item_name: str) -> Iterator[str]:
     """The commands of an item: data, training, evaluation, report."""
     item, folder, evaluation = paper.items[item_name], f"runs/papers/{name}", paper.evaluation
     yield f"# {paper.title}, {item_name}: {item.what}"
-    yield f"# ours: {item.ours}; docs/papers.md says how $DATA is made; on a cluster: submit_recipe.sh URL, slurm_recipe.sh"
+    yield f"# ours: {item.ours}"
+    yield "# docs/papers.md says how $DATA is made; on a cluster: submit_recipe.sh URL, or slurm_recipe.sh"
     for run_name in item.runs:
         run = paper.runs[run_name]
         model = yaml.safe_load(recipe_path(run).read_text())["actor.model_name_or_path"].rpartition("/")[2]

@@ -205,8 +205,8 @@ def read_study(path: Path) -> Study:
         study = Study.model_validate(raw)
     except ValidationError as error:
         raise StudyError("\n".join(_line(path, detail) for detail in error.errors())) from error
-    if faults := list(_faults(study)):
-        raise StudyError("\n".join(faults))
+    if found := list(faults(study)):
+        raise StudyError("\n".join(found))
     return study
 
 
@@ -220,7 +220,8 @@ def _line(path: str | Path, detail: Any) -> str:
     return f"{place}: {said}"
 
 
-def _faults(study: Study) -> Iterator[str]:
+def faults(study: Study) -> Iterator[str]:
+    """What is wrong, a line each."""
     for name, task in study.tasks.items():
         given = [task.policy, task.train, task.heldout]
         if (task.maker is None) == (None in given) or (task.maker is not None and any(given)):
