@@ -13,12 +13,15 @@ a run failed; 2 if the item is wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import re
 import shlex
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +33,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from benchmarks.study.outcomes import smoothed
 from benchmarks.study.runs import Places, Rows, commit, execute, finished, hardware, missing, read_rows, runs_of
 from benchmarks.study.settings import Study, StudyError, faults
+from openrlhf_ext.cli import plan
 from openrlhf_ext.cli.main import CommandParser, silence_libraries
 from openrlhf_ext.config.load import flattened
 from openrlhf_ext.inputs import nearest
@@ -37,7 +41,7 @@ from openrlhf_ext.outputs import in_one_piece
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPERS = ROOT / "configs/papers.yaml"
-RECORD = ROOT / "benchmarks/results/papers_cpu.json"
+RECORD = ROOT / "benchmarks/results/papers/toy.json"
 PICTURES = ROOT / "docs/images/papers"
 _LN2 = 0.6931
 # what of a recipe is a method's; the rest is its model's, its data's and its cluster's
@@ -104,6 +108,7 @@ class Paper(_Part):
 
     title: str
     reward: str
+    steps: PositiveInt  # of a run at the paper's scale, for the hours of docs/papers.md
     toy: Toy
     evaluation: Evaluation
     runs: dict[str, Run]
@@ -301,6 +306,7 @@ def _record(
         "numbers": {run: {n: _mean(rows, n) for n in shown(item)} for run, rows in of_run.items()},
     }
     record["items"] = dict(sorted(record["items"].items()))
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
     with in_one_piece(RECORD) as partial:
         partial.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -351,6 +357,51 @@ def _quoted(given: Sequence[str]) -> str:
     return " ".join(word if word.startswith("$") else shlex.quote(word) for word in given)
 
 
+# ---- docs/papers.md --------------------------------------------------------------------------------------------------
+
+
+def pages_table(papers: Mapping[str, Paper]) -> str:
+    """The items in docs/papers.md; GPUs and hours are those of ``openrlhf-ext plan``, nothing of them is measured."""
+    planned: dict[tuple[str, Any], tuple[int, float]] = {}
+    lines = ["| item | what | recipes | needs | ours |", "|---|---|---|---|---|"]
+    for name, paper in papers.items():
+        lines.append(f"| **{paper.title}** | | | | |")
+        for item_name, item in paper.items.items():
+            runs = [paper.runs[run] for run in item.runs]
+            hours: dict[int, list[float]] = {}
+            for run in runs:
+                key = (run.recipe, run.options.get("rollout.n_samples_per_prompt"))
+                planned[key] = planned.get(key) or _planned(run)
+                gpus, step_s = planned[key]
+                hours.setdefault(gpus, []).append(paper.steps * step_s / 3600)
+            needs = ", ".join(f"{len(h)} x {sum(h) / len(h):.0f} h on {gpus} GPUs" for gpus, h in hours.items())
+            recipes = ", ".join(f"`{recipe}`" for recipe in dict.fromkeys(run.recipe for run in runs))
+            lines.append(f"| `{name} {item_name}` | {item.what} | {recipes} | {needs} | {item.ours} |")
+        lines += [f"| {name} {item_name} | no command: {why} | - | - | - |" for item_name, why in paper.missing.items()]
+    return "\n".join(lines) + "\n"
+
+
+def pictures_table() -> str:
+    """What was run at toy scale: commit, command and picture of docs/papers.md."""
+    record = json.loads(RECORD.read_text())["items"]
+    lines = ["| item | commit | steps, seeds | picture |", "|---|---|---|---|"]
+    for item, found in record.items():
+        picture = f"[{Path(found['picture']).name}](../{found['picture']})".replace("(../docs/", "(")
+        lines.append(f"| `{item}` | {found['commit']} | {found['steps']}, {found['seeds']} | {picture} |")
+    return "\n".join(lines) + "\n"
+
+
+def _planned(run: Run) -> tuple[int, float]:
+    """(GPUs, predicted seconds of a step) of a recipe as it is laid out."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        result = Path(folder) / "plan.json"
+        typed = ["--config", str(recipe_path(run)), *words(run.options), "--json", str(result)]
+        if plan.main(typed) != 0:
+            raise ReproduceError(f"openrlhf-ext plan does not take {run.recipe} with {run.options}")
+        found = json.loads(result.read_text())
+    return found["gpus"], found["configured"]["seconds"]["step"]
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -374,6 +425,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("item", nargs="?", metavar="ITEM", help="a figure or a table, such as fig3")
     add("--scale", choices=["toy", "paper"], default="toy", help="toy policy on this machine, or a cluster's commands")
     add("--list", action="store_true", help="print papers and items")
+    add("--table", action="store_true", help="print the table of docs/papers.md")
     add("--seeds", type=int, default=1, help="toy: runs of each method (default 1)")
     add("--steps", type=int, help="toy: steps of each run (default: the paper's toy task)")
     add("--workers", type=int, default=os.cpu_count() or 1, help="toy: runs at a time (default: the cores)")
@@ -383,6 +435,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     papers = read_papers()
     if arguments.list:
         print(listing(papers))
+        return 0
+    if arguments.table:
+        print(pages_table(papers), pictures_table(), sep="\n", end="")
         return 0
     try:
         paper = _one("PAPER", arguments.paper, papers)

@@ -114,9 +114,8 @@ class LengthPenalty(Options, PenaltyFormula):
         yield from self.broken()
 
     def cautions(self) -> Iterator[str]:
-        read_by_kind = {"dapo": ("l_max", "l_cache", "factor"), "tan_v1": ("L1", "L2", "denominator")}
         for name, field in type(self).model_fields.items():
-            if name not in ("kind", "on", *read_by_kind.get(self.kind, ())) and getattr(self, name) != field.default:
+            if name not in ("kind", "on", *self.read_by.get(self.kind, ())) and getattr(self, name) != field.default:
                 yield no_effect(f"length_penalty.{name}", getattr(self, name), f"kind {self.kind} does not read it")
 
 

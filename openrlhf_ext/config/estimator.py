@@ -67,11 +67,11 @@ def flag_options(config: RunConfig) -> Iterator[FlagOption]:
 
 
 def _length_penalty(config: RunConfig) -> Iterator[FlagOption]:
-    """``reward.length_penalty.*``: what differs from its default, under the estimator's names."""
+    """``reward.length_penalty.*`` under the estimator's names: what its kind reads, where that is not the default."""
     penalty, flag = config.reward.length_penalty, "reward.length_penalty"
     if penalty.kind == "none":
         return
-    formula = {name: getattr(penalty, name) for name in PenaltyFormula.model_fields}
+    formula = {name: getattr(penalty, name) for name in ("kind", "on", *penalty.read_by.get(penalty.kind, ()))}
     given = {name: value for name, value in formula.items() if value != PenaltyFormula.model_fields[name].default}
     yield FlagOption("length_penalty", given, f"{flag}.kind")
     for key in ("grop_gamma1", "grop_medium_else"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -87,3 +88,16 @@ def test_a_name_that_is_not_there_is_told_the_nearest_one(run):
     status, _, complaint = run("simoni", "fig33")
     assert status == 2 and "did you mean fig3" in complaint
     assert "has no command" in run("tan_v6", "fig1")[2]
+
+
+def test_the_page_has_every_item_and_every_picture_that_was_made():
+    """Not the planned hours, which cost a call of the planner for each recipe."""
+    page = (ROOT / "docs/papers.md").read_text()
+    for name, paper in read_papers().items():
+        for item_name, item in paper.items.items():
+            assert f"| `{name} {item_name}` | {item.what} | " in page and f" | {item.ours} |" in page
+        assert all(f"| {name} {item} | no command: {why} | " in page for item, why in paper.missing.items())
+    assert f"<!-- pictures: begin -->\n{reproduce.pictures_table()}<!-- pictures: end -->" in page
+    made = json.loads(reproduce.RECORD.read_text())["items"]
+    assert {tuple(item.split()) for item in made} <= set(ITEMS)
+    assert all((ROOT / found["picture"]).stat().st_size < 60_000 for found in made.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from openrlhf_ext.options import Float, Int, Section, Violation, added, no_meaning, option
 
@@ -78,6 +78,9 @@ class WeightSync(Section):
 class PenaltyFormula(Section):
     """A penalty on long responses; of ``reward.length_penalty`` and of an estimator's own. Lengths are in tokens."""
 
+    read_by: ClassVar[dict[str, tuple[str, ...]]] = {
+        "dapo": ("l_max", "l_cache", "factor"), "tan_v1": ("L1", "L2", "denominator")}
+
     kind: Literal["none", "dapo", "tan_v1", "grop"] = added("none",
         "formula of the penalty on long responses; sets length_penalty of the estimator, whichever it is")
     on: Literal["all", "correct", "incorrect"] = added("all", "completions it may act on")
@@ -106,9 +109,8 @@ _PENALTY = "reward.length_penalty"
 class RewardLengthPenalty(PenaltyFormula):
     """The penalty on long responses, of whichever estimator is chosen."""
 
-    needs = {f"{_PENALTY}.kind!=none": ("on",), f"{_PENALTY}.kind=dapo": ("l_max", "l_cache", "factor"),
-        f"{_PENALTY}.kind=tan_v1": ("L1", "L2", "denominator"),
-        f"{_PENALTY}.kind=grop": ("grop_gamma1", "grop_medium_else")}
+    needs = {f"{_PENALTY}.kind!=none": ("on",), f"{_PENALTY}.kind=grop": ("grop_gamma1", "grop_medium_else"),
+        **{f"{_PENALTY}.kind={kind}": leaves for kind, leaves in PenaltyFormula.read_by.items()}}
 
     grop_gamma1: Float | None = added(None, "grop: share of correct completions of an easy prompt", gt=0, lt=1,
         default_text="that of the estimator, 0.75")
