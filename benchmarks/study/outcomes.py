@@ -68,6 +68,12 @@ def _lowest_entropy(row: Row) -> float:
     return min(smoothed(row["steps"]["entropy"]))
 
 
+def _entropy_rebound(row: Row) -> float:
+    """How far entropy ends above its lowest, both averaged over five steps; 0 where it only falls."""
+    entropy = smoothed(row["steps"]["entropy"])
+    return entropy[-1] - min(entropy)
+
+
 def _entropy_at_accuracy(row: Row) -> float:
     """Entropy when the accuracy, averaged over five steps, is first at 0.5; NaN if it never is."""
     accuracy, entropy = (smoothed(row["steps"][name]) for name in ("accuracy", "entropy"))
@@ -91,6 +97,7 @@ OUTCOMES: dict[str, Callable[[Row], float]] = {
     "tags_collapsed": _collapsed("tags"),
     "ended_collapsed": _collapsed("ended"),
     "lowest_entropy": _lowest_entropy,
+    "entropy_rebound": _entropy_rebound,
     "entropy_at_accuracy": _entropy_at_accuracy,
     "mean_length": _average("length"),
     "mean_clip_fraction": _average("clip_fraction"),

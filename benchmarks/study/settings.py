@@ -32,7 +32,7 @@ _READ = re.compile(
     r"actor\.(adam\..*|max_norm|lr_scheduler|lr_warmup_ratio|lr_warmup_steps|eps_clip|eps_clip_low_high|dual_clip|"
     r"loss_agg_mode)|algo\.advantage\.(estimator|no_std_norm)|algo\.kl\.(init_coef|estimator|use_loss|unbiased_gradient)|"
     r"algo\.(?!advantage\.|kl\.|dynamic|module|gae\.|mixed)\w+\..*|data\.(input_key|label_key)|"
-    r"reward\.(remote_url|overlong_buffer_len|overlong_penalty_factor)|"
+    r"reward\.(remote_url|overlong_buffer_len|overlong_penalty_factor|length_penalty\..*)|"
     r"rollout\.(batch_size|n_samples_per_prompt|max_new_tokens|temperature|micro_batch_size)|"
     r"train\.(batch_size|micro_batch_size|max_epochs)"
 )
@@ -205,8 +205,8 @@ def read_study(path: Path) -> Study:
         study = Study.model_validate(raw)
     except ValidationError as error:
         raise StudyError("\n".join(_line(path, detail) for detail in error.errors())) from error
-    if faults := list(_faults(study)):
-        raise StudyError("\n".join(faults))
+    if found := list(faults(study)):
+        raise StudyError("\n".join(found))
     return study
 
 
@@ -220,7 +220,8 @@ def _line(path: str | Path, detail: Any) -> str:
     return f"{place}: {said}"
 
 
-def _faults(study: Study) -> Iterator[str]:
+def faults(study: Study) -> Iterator[str]:
+    """What is wrong, a line each."""
     for name, task in study.tasks.items():
         given = [task.policy, task.train, task.heldout]
         if (task.maker is None) == (None in given) or (task.maker is not None and any(given)):

@@ -212,7 +212,8 @@ class StudyRun:
         updates = [
             self._update(rollout, shaped, chunk, step, number) for number, chunk in enumerate(chunks * train.max_epochs)
         ]
-        return {name: mean(update.get(name, 0.0) for update in updates) for name in ("grad_norm", "clip_fraction")}
+        names = ("grad_norm", "clip_fraction", *(("ref_kl",) if self.reference is not None else ()))
+        return {name: mean(update.get(name, 0.0) for update in updates) for name in names}
 
     def _update(self, rollout: Rollout, shaped: LossBatch, chunk: slice, step: int, number: int) -> dict[str, float]:
         """One optimizer step on some rows; ``number`` counts those since the rollout."""
@@ -305,6 +306,7 @@ class StudyRun:
             "length": sampled.segments.lengths_B.double().mean(),
             "ended": (~sampled.truncated_B).double().mean(),
             "short": short_B.double().mean(),
+            "completion_entropy": mean_entropies(sampled.entropies_N, sampled.segments).mean(),
             **{name: values_B.double().mean() for name, values_B in rollout.logs.items() if name != "accuracy"},
             **{
                 f"accuracy_{name}": rollout.scores[rows_B].mean()

@@ -27,6 +27,7 @@ from openrlhf_ext.options import (
     option,
     read,
 )
+from openrlhf_ext.options.sections.rollout import PenaltyFormula
 
 logger = logging.getLogger(__name__)
 
@@ -92,17 +93,10 @@ def _fault_text(fault: Fault) -> str:
     return f"{problem}; {fault.hint}" if fault.hint else problem
 
 
-class LengthPenalty(Options):
+class LengthPenalty(Options, PenaltyFormula):
     """The `length_penalty` mapping. Lengths are in tokens."""
 
     kind: Literal["none", "dapo", "tan_v1", "grop"] = option(..., "formula of the penalty")
-    on: Literal["all", "correct", "incorrect"] = option("all", "completions it may act on")
-    l_max: Int | None = option(None, "dapo: maximum length, tokens", gt=0)
-    l_cache: Int | None = option(None, "dapo: length of the soft interval, tokens", gt=0)
-    factor: Float = option(1.0, "dapo: scale of the penalty", ge=0)
-    L1: Int | None = option(None, "tan_v1: shorter length, tokens", gt=0)
-    L2: Int | None = option(None, "tan_v1: longer length, tokens", gt=0)
-    denominator: Literal["L2", "L1"] = option("L2", "tan_v1: slope denominator")
 
     @property
     def span(self) -> tuple[int, int]:
@@ -117,20 +111,11 @@ class LengthPenalty(Options):
         return first, second
 
     def violations(self) -> Iterator[Violation]:
-        needed = {"dapo": ("l_max", "l_cache"), "tan_v1": ("L1", "L2")}.get(self.kind, ())
-        if missing := [name for name in needed if getattr(self, name) is None]:
-            yield Violation(tuple(missing), f"length_penalty kind {self.kind!r} requires {', '.join(missing)}")
-        if self.kind == "tan_v1" and self.L1 and self.L2 and self.L2 <= self.L1:
-            yield Violation(("L1", "L2"), f"length_penalty requires L2 > L1, got L1 = {self.L1}, L2 = {self.L2}")
-        if self.kind == "dapo" and self.l_max and self.l_cache and self.l_cache > self.l_max:
-            yield Violation(
-                ("l_cache", "l_max"), f"length_penalty requires l_cache <= l_max, got {self.l_cache} > {self.l_max}"
-            )
+        yield from self.broken()
 
     def cautions(self) -> Iterator[str]:
-        read_by_kind = {"dapo": ("l_max", "l_cache", "factor"), "tan_v1": ("L1", "L2", "denominator")}
         for name, field in type(self).model_fields.items():
-            if name not in ("kind", "on", *read_by_kind.get(self.kind, ())) and getattr(self, name) != field.default:
+            if name not in ("kind", "on", *self.read_by.get(self.kind, ())) and getattr(self, name) != field.default:
                 yield no_effect(f"length_penalty.{name}", getattr(self, name), f"kind {self.kind} does not read it")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.options import is_set
 from openrlhf_ext.options.sections.algo import CUSTOM
+from openrlhf_ext.options.sections.rollout import PenaltyFormula
 
 # OpenRLHF's flags that set an option of the estimator. They act only when given: their defaults are OpenRLHF's, an
 # estimator has defaults of its own (DAPO clips at 0.2/0.28, OpenRLHF at 0.2/0.2).
@@ -24,6 +25,9 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "reward.clip_range": ("reward_clip",),
     "reward.stop_properly_penalty_coef": ("stop_properly",),
     "reward.overlong_buffer_len": ("length_penalty",),
+    "reward.length_penalty.kind": ("length_penalty",),
+    "reward.length_penalty.grop_gamma1": ("grop_gamma1",),
+    "reward.length_penalty.grop_medium_else": ("grop_medium_else",),
 }
 
 
@@ -59,6 +63,20 @@ def flag_options(config: RunConfig) -> Iterator[FlagOption]:
         yield FlagOption("stop_properly", reward.stop_properly_penalty_coef, "reward.stop_properly_penalty_coef")
     if reward.overlong_buffer_len is not None:
         yield FlagOption("length_penalty", _overlong_penalty(config), "reward.overlong_buffer_len")
+    yield from _length_penalty(config)
+
+
+def _length_penalty(config: RunConfig) -> Iterator[FlagOption]:
+    """``reward.length_penalty.*`` under the estimator's names: what its kind reads, where that is not the default."""
+    penalty, flag = config.reward.length_penalty, "reward.length_penalty"
+    if penalty.kind == "none":
+        return
+    formula = {name: getattr(penalty, name) for name in ("kind", "on", *penalty.read_by.get(penalty.kind, ()))}
+    given = {name: value for name, value in formula.items() if value != PenaltyFormula.model_fields[name].default}
+    yield FlagOption("length_penalty", given, f"{flag}.kind")
+    for key in ("grop_gamma1", "grop_medium_else"):
+        if penalty.kind == "grop" and (value := getattr(penalty, key)) is not None:
+            yield FlagOption(key, value, f"{flag}.{key}")
 
 
 def _overlong_penalty(config: RunConfig) -> dict[str, Any]:

@@ -343,6 +343,12 @@ def two_names(config: RunConfig) -> Iterator[Violation]:
             yield Violation((flag.flag, other),
                 f"{flag.flag} and {other} set the same thing to two values: {flag.value!r} and {own[flag.key]!r}; keep "
                 f"one of them")
+    reward = config.reward
+    if reward.overlong_buffer_len is not None and reward.length_penalty.kind != "none":
+        yield Violation(("reward.overlong_buffer_len", "reward.length_penalty.kind"),
+            f"reward.overlong_buffer_len and reward.length_penalty.kind both set the penalty on long responses: got "
+            f"{reward.overlong_buffer_len:g} and {reward.length_penalty.kind}; keep one of them (the first is kind "
+            "dapo with l_max rollout.max_new_tokens)")
     pair = actor.eps_clip_low_high
     if is_set(config, "actor.eps_clip") and pair is not None and pair != (actor.eps_clip, actor.eps_clip):
         yield Violation(("actor.eps_clip", "actor.eps_clip_low_high"),

@@ -103,7 +103,9 @@ def option_findings(config: RunConfig) -> Findings:
 
     name, options, _ = algorithm_options(config)
     own = config.own_options
-    made_of_flags = {"length_penalty"} if "length_penalty" not in own else set()  # those have rules of their own
+    # what is wrong with flags their own rules say
+    of_flags = config.reward.overlong_buffer_len is not None or any(config.reward.length_penalty.broken())
+    made_of_flags = {"length_penalty"} if of_flags and "length_penalty" not in own else set()
     given = {key: value for key, value in options.items() if key not in RESERVED_KEYS.keys() | made_of_flags}
     found = read(algorithm_class(name).Options, given)
     section = f"algo.{config.algo.advantage.estimator}"

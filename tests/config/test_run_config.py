@@ -127,3 +127,34 @@ def test_the_initial_entropy_is_measured_where_the_filter_goes_by_it(load, words
 
 def test_other_estimators_measure_no_initial_entropy(load):
     assert initial_entropy_prompts(load("--algo.advantage.estimator", "dapo")) == 0
+
+
+GROP = ["--reward.length_penalty.kind", "grop", "--reward.length_penalty.grop_gamma1", "0.7"]
+
+
+@pytest.mark.parametrize("estimator", ["gtpo_entropy", "grpo_s", "dapo", "grpo", "high_entropy_tokens", "gae"])
+def test_one_length_penalty_is_that_of_every_estimator(load, estimator):
+    words = [*NO_KL, "--algo.advantage.estimator", estimator]
+    by_section = options_of(load, *words, *GROP)
+    assert (by_section["length_penalty"], by_section["grop_gamma1"]) == ({"kind": "grop"}, 0.7)
+    own = [f"--algo.{estimator}.length_penalty", "{kind: grop}", f"--algo.{estimator}.grop_gamma1", "0.7"]
+    assert options_of(load, *words, *own) == by_section, "the estimator's own name goes on working"
+    assert options_of(load, *words, *own, *GROP) == by_section
+    assert "length_penalty" not in options_of(load, *words)
+
+
+def test_two_length_penalties_are_refused(problems):
+    words = ["--algo.advantage.estimator", "dapo", *GROP]
+    (two,) = problems(*words, "--algo.dapo.length_penalty", "{kind: dapo, l_max: 8, l_cache: 2}")
+    assert "reward.length_penalty.kind and algo.dapo.length_penalty set the same thing to two values" in two
+    (two,) = problems(*words, "--reward.overlong_buffer_len", "16")
+    assert "both set the penalty on long responses: got 16 and grop; keep one of them" in two
+
+
+def test_a_length_penalty_that_lacks_lengths_or_does_not_read_them_says_so(load, problems):
+    (missing,) = problems("--reward.length_penalty.kind", "tan_v1", "--reward.length_penalty.L1", "4")
+    assert missing == "reward.length_penalty kind 'tan_v1' requires L2"
+    warnings = load(*NO_KL, *GROP, "--reward.length_penalty.l_max", "9").warnings
+    assert [w for w in warnings if "reward.length_penalty.l_max has no effect" in w]
+    warnings = load(*NO_KL, "--reward.length_penalty.on", "correct").warnings
+    assert [w for w in warnings if "reward.length_penalty.on has no effect" in w]

@@ -160,6 +160,14 @@ def test_an_option_of_other_estimators_is_warned_about_with_its_owner_and_left_o
     assert load(task, "--algo.grpo.alpha1", "null").warnings == ()
 
 
+def test_a_length_penalty_of_every_estimator_is_read_as_the_estimators_own(task):
+    """No warning that its gamma does nothing; the estimator that has none says so."""
+    grop = ["--reward.length_penalty.kind", "grop", "--reward.length_penalty.grop_gamma1", "0.7"]
+    assert load(task, "--algo.advantage.estimator", "dapo", *grop).warnings == ()
+    warnings = load(task, "--algo.advantage.estimator", "gtpo_conflict", *grop).warnings
+    assert [w for w in warnings if "reward.length_penalty.kind has no effect" in w], warnings
+
+
 def test_what_has_no_effect_in_an_estimator_is_said_once(task, caplog):
     config = load(task, "--algo.advantage.estimator", "kl_cov", "--algo.kl_cov.dual_clip", "3")
     (warning,) = config.warnings

@@ -114,6 +114,7 @@ def test_labels() -> None:
 @pytest.mark.parametrize(("mode", "completion", "reward", "score", "points", "tags"), [
     ("paper", GOOD + "<|im_end|>", 20, 1, 10, 1),
     ("official", GOOD + "<|im_end|><|endoftext|>", 20, 1, 10, 1),
+    ("official", GOOD + "<|eot_id|>", 20, 1, 10, 1),
     ("official", GOOD + " and on", 1.5, 0, 1.5, 1),
     ("paper", "<answer>72</answer><|im_end|>", 11, 1, 1, 0),
     ("official", "<answer>72</answer><|im_end|>", 1, 0, 1, 0),

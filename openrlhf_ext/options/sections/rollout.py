@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from openrlhf_ext.options import Float, Int, Section, Violation, added, no_meaning, option
 
@@ -75,6 +75,53 @@ class WeightSync(Section):
         default_text="160, or data.max_len - 1 if that is less")
 
 
+class PenaltyFormula(Section):
+    """A penalty on long responses; of ``reward.length_penalty`` and of an estimator's own. Lengths are in tokens."""
+
+    read_by: ClassVar[dict[str, tuple[str, ...]]] = {
+        "dapo": ("l_max", "l_cache", "factor"), "tan_v1": ("L1", "L2", "denominator")}
+
+    kind: Literal["none", "dapo", "tan_v1", "grop"] = added("none",
+        "formula of the penalty on long responses; sets length_penalty of the estimator, whichever it is")
+    on: Literal["all", "correct", "incorrect"] = added("all", "completions it may act on")
+    l_max: Int | None = added(None, "dapo: maximum length, tokens", gt=0)
+    l_cache: Int | None = added(None, "dapo: length of the soft interval, tokens", gt=0)
+    factor: Float = added(1.0, "dapo: scale of the penalty", ge=0)
+    L1: Int | None = added(None, "tan_v1: shorter length, tokens", gt=0)
+    L2: Int | None = added(None, "tan_v1: longer length, tokens", gt=0)
+    denominator: Literal["L2", "L1"] = added("L2", "tan_v1: slope denominator")
+
+    def broken(self) -> Iterator[Violation]:
+        """Rules of the formula, by the names of its own fields."""
+        needed = {"dapo": ("l_max", "l_cache"), "tan_v1": ("L1", "L2")}.get(self.kind, ())
+        if missing := [name for name in needed if getattr(self, name) is None]:
+            yield Violation(tuple(missing), f"length_penalty kind {self.kind!r} requires {', '.join(missing)}")
+        if self.kind == "tan_v1" and self.L1 and self.L2 and self.L2 <= self.L1:
+            yield Violation(("L1", "L2"), f"length_penalty requires L2 > L1, got L1 = {self.L1}, L2 = {self.L2}")
+        if self.kind == "dapo" and self.l_max and self.l_cache and self.l_cache > self.l_max:
+            yield Violation(("l_cache", "l_max"),
+                f"length_penalty requires l_cache <= l_max, got {self.l_cache} > {self.l_max}")
+
+
+_PENALTY = "reward.length_penalty"
+
+
+class RewardLengthPenalty(PenaltyFormula):
+    """The penalty on long responses, of whichever estimator is chosen."""
+
+    needs = {f"{_PENALTY}.kind!=none": ("on",), f"{_PENALTY}.kind=grop": ("grop_gamma1", "grop_medium_else"),
+        **{f"{_PENALTY}.kind={kind}": leaves for kind, leaves in PenaltyFormula.read_by.items()}}
+
+    grop_gamma1: Float | None = added(None, "grop: share of correct completions of an easy prompt", gt=0, lt=1,
+        default_text="that of the estimator, 0.75")
+    grop_medium_else: Literal["none", "incorrect"] | None = added(None,
+        "grop: who is penalized on a medium prompt with n <= m", default_text="that of the estimator, none")
+
+    def violations(self) -> Iterator[Violation]:
+        for violation in self.broken():
+            yield Violation(tuple(f"{_PENALTY}.{leaf}" for leaf in violation.options), f"reward.{violation.message}")
+
+
 class Reward(Section):
     """Where rewards come from, and what happens when grading fails."""
 
@@ -96,6 +143,7 @@ class Reward(Section):
         "sets length_penalty of the estimator (DAPO eq. 13)", ge=1)
     overlong_penalty_factor: Float = option(1,
         "penalty at rollout.max_new_tokens, in units of reward; needs reward.overlong_buffer_len", gt=0)
+    length_penalty: RewardLengthPenalty = RewardLengthPenalty()
     stop_properly_penalty_coef: Float | None = option(None,
         "reward of truncated responses: times this (0 to 1), or this where it is negative; null = as the others; sets "
         "stop_properly of the estimator", le=1)

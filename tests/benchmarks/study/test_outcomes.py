@@ -40,6 +40,11 @@ def test_entropy_at_equal_accuracy_is_that_of_the_first_step_there():
     assert math.isnan(outcome(with_curves(accuracy=[0.3] * 5, entropy=[0.1] * 5), "entropy_at_accuracy"))
 
 
+def test_a_rebound_is_what_entropy_ends_above_its_lowest():
+    assert outcome(with_curves(entropy=[0.5] * 5 + [0.1] * 5 + [0.4] * 5), "entropy_rebound") == pytest.approx(0.3)
+    assert outcome(with_curves(entropy=[0.5, 0.4, 0.3]), "entropy_rebound") == 0
+
+
 def test_numbers_of_evaluations():
     run = row("a", 0, 0.5)
     run["evaluations"] = [

@@ -1,0 +1,457 @@
+"""A figure or a table of a paper: its runs on the toy policy, or the commands of a cluster.
+
+    bash examples/scripts/reproduce.sh --list
+    bash examples/scripts/reproduce.sh simoni fig3                     # toy policy, two cores, minutes
+    bash examples/scripts/reproduce.sh simoni fig3 --scale paper       # prints the cluster's commands
+
+``configs/papers.yaml`` has the items. At scale ``toy`` every run keeps its method, with the recipe's options of the
+method, length penalty, Adam's betas and group size, and learns a task of two minutes by the trainer of one process that
+studies use (docs/science.md): it shows that the path of a figure works, not what the paper found. Exit status: 0; 1 if
+a run failed; 2 if the item is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, PositiveInt
+
+from benchmarks.study.outcomes import smoothed
+from benchmarks.study.runs import Places, Rows, commit, execute, finished, hardware, missing, read_rows, runs_of
+from benchmarks.study.settings import Study, StudyError, faults
+from openrlhf_ext.cli import plan
+from openrlhf_ext.cli.main import CommandParser, silence_libraries
+from openrlhf_ext.config.load import flattened
+from openrlhf_ext.inputs import nearest
+from openrlhf_ext.outputs import in_one_piece
+
+ROOT = Path(__file__).resolve().parents[1]
+PAPERS = ROOT / "configs/papers.yaml"
+RECORD = ROOT / "benchmarks/results/papers/toy.json"
+PICTURES = ROOT / "docs/images/papers"
+_LN2 = 0.6931
+# what of a recipe is a method's; the rest is its model's, its data's and its cluster's
+_OF_THE_METHOD = re.compile(
+    r"algo\.(?!dynamic_).*|reward\.length_penalty\..*|actor\.(adam\.betas|eps_clip_low_high)|"
+    r"rollout\.n_samples_per_prompt"
+)
+_TOY_GROUP = 8
+_TOY: dict[str, Any] = {
+    "actor": {"lr_scheduler": "constant_with_warmup", "lr_warmup_ratio": 0.05, "adam.lr": 3.0e-4},
+    "data": {"input_key": "question", "label_key": "answer"},
+    "rollout": {"max_new_tokens": 48, "micro_batch_size": 64},
+    "train": {"micro_batch_size": 64},
+}
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Toy(_Part):
+    """The task that stands for a paper's data: what makes policy and problems, and how much of it a step takes."""
+
+    maker: str
+    reward: str
+    prompts: PositiveInt
+    updates: PositiveInt  # of a batch of rollouts
+    steps: PositiveInt
+
+
+class Evaluation(_Part):
+    """How the paper's checkpoints are evaluated."""
+
+    benchmarks: list[str]
+    samples: PositiveInt
+    temperature: float
+    tokens: PositiveInt
+    system_prompt: str | None = None
+
+
+class Run(_Part):
+    """A recipe with other options; ``toy`` are those in their place at scale toy."""
+
+    recipe: str
+    data: str
+    options: dict[str, Any] = {}
+    toy: dict[str, Any] = {}
+    environment: dict[str, str] = {}
+
+
+class Item(_Part):
+    """What of the runs is drawn: ``curves`` of rollouts over steps, ``evaluated`` numbers over steps, a ``table``."""
+
+    what: str
+    runs: list[str]
+    curves: list[str] = []
+    evaluated: list[str] = []
+    table: list[str] = []
+    ours: str
+
+
+class Paper(_Part):
+    """The figures and tables of a text, and the ``missing`` ones with the reason."""
+
+    title: str
+    reward: str
+    steps: PositiveInt  # of a run at the paper's scale, for the hours of docs/papers.md
+    toy: Toy
+    evaluation: Evaluation
+    runs: dict[str, Run]
+    items: dict[str, Item]
+    missing: dict[str, str] = {}
+
+
+class ReproduceError(ValueError):
+    """There is no such paper or item."""
+
+
+def read_papers() -> dict[str, Paper]:
+    """All papers by name. Raises ValueError where PAPERS is not as the classes above say."""
+    papers = {name: Paper.model_validate(raw) for name, raw in yaml.safe_load(PAPERS.read_text()).items()}
+    for name, paper in papers.items():
+        for item, value in paper.items.items():
+            if unknown := [run for run in value.runs if run not in paper.runs]:
+                raise ValueError(f"{PAPERS}: {name}.items.{item}.runs: no such runs: {', '.join(unknown)}")
+    return papers
+
+
+def _one(kind: str, name: str | None, known: Mapping[str, Any]) -> Any:
+    if name is not None and name in known:
+        return known[name]
+    near = nearest(name or "", list(known))
+    hint = f"; did you mean {near}?" if near else ""
+    raise ReproduceError(f"{kind} must be one of {', '.join(known)}, got {name}{hint}")
+
+
+# ---- the toy policy -------------------------------------------------------------------------------------------------
+
+
+def flat(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested options by dotted name."""
+    settings = (setting for name, value in options.items() for setting in flattened(name, value, "papers.yaml"))
+    return {setting.name: setting.value for setting in settings}
+
+
+def recipe_path(run: Run) -> Path:
+    return ROOT / f"configs/recipes/{run.recipe}.yaml"
+
+
+def toy_options(run: Run, toy: Toy) -> dict[str, Any]:
+    """What the trainer of one process reads of a run."""
+    recipe = flat(yaml.safe_load(recipe_path(run).read_text()))
+    given = flat(run.options) | flat(run.toy)
+    kept = recipe | given
+    estimator = kept["algo.advantage.estimator"]
+    of_others = re.compile(rf"algo\.(?!advantage\.|kl\.|{estimator}\.)")
+    options = {n: v for n, v in kept.items() if _OF_THE_METHOD.fullmatch(n) and not of_others.match(n)}
+    group = int(given.get("rollout.n_samples_per_prompt", _TOY_GROUP))
+    return options | {
+        "rollout.n_samples_per_prompt": group,
+        "rollout.batch_size": toy.prompts,
+        "train.batch_size": toy.prompts * group // toy.updates,
+        "reward.remote_url": toy.reward,
+    }
+
+
+def toy_study(paper: Paper, item: Item, *, steps: int | None = None, seeds: int = 1) -> Study:
+    """The item's runs as a study, in which runs that differ in model or data only are made once.
+
+    Raises:
+        StudyError: a run's options break rules.
+    """
+    toy, cells, tasks = paper.toy, {}, {}
+    length = steps or toy.steps
+    for name in item.runs:
+        run = paper.runs[name]
+        task = "_".join(["toy", *(value for _, value in sorted(run.environment.items()))])
+        tasks[task] = {
+            "maker": toy.maker,
+            "steps": length,
+            "seeds": seeds,
+            "environment": run.environment,
+            "evaluation": {"every": max(1, length // 5), "problems": 32, "last_problems": 128, "samples": 16},
+        }
+        cells[name] = {"task": task, "options": toy_options(run, toy)}
+    study = Study.model_validate({"tasks": tasks, "cells": cells, "options": _TOY})
+    if found := list(faults(study)):
+        raise StudyError("\n".join(found))
+    return study
+
+
+def run_toy(name: str, paper: Paper, item_name: str, arguments: argparse.Namespace) -> int:
+    """Runs what is not there yet, and draws."""
+    item = paper.items[item_name]
+    study = toy_study(paper, item, steps=arguments.steps, seeds=arguments.seeds)
+    folder = (arguments.out or Path("runs/papers")).resolve() / name
+    places, started = Places(folder), time.monotonic()
+    rows = Rows(places)
+    try:
+        runs = runs_of(study, study.arms)
+        left = missing(study, runs, finished(study, runs, read_rows(places)))
+        print(f"{name} {item_name}: {len(left)} of {len(runs)} runs to go in {folder}", flush=True)
+        failed = execute(study, left, places, rows, workers=arguments.workers, device="cpu", told=print)
+    finally:
+        rows.close()
+    if failed:
+        return 1
+    of_run: dict[str, list[dict[str, Any]]] = {}
+    for row in finished(study, runs, read_rows(places)).values():
+        of_run.setdefault(row["cell"], []).append(row)
+    picture = folder / f"{item_name}.png"
+    draw(item, of_run, f"{paper.title}: {item_name}, toy scale", picture)
+    table = table_text(item, of_run)
+    picture.with_suffix(".md").write_text(table)
+    print(table, picture, sep="\n")
+    if arguments.record:
+        _record(name, item_name, picture, of_run, item, round(time.monotonic() - started))
+    return 0
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Mean over seeds of the evaluation after the last step; of its rollouts' last tenth for what only they have."""
+    found = []
+    for row in rows:
+        value = row["evaluations"][-1].get(name)
+        if value is None:
+            values = [v for v in row["steps"].get(name, []) if v is not None]
+            value = sum(values[-max(1, len(values) // 10) :]) / max(1, len(values[-max(1, len(values) // 10) :]))
+        found.append(value)
+    return sum(found) / len(found) if found else None
+
+
+def shown(item: Item) -> list[str]:
+    """The numbers of an item's table."""
+    return list(dict.fromkeys([*item.table, *item.evaluated, *item.curves]))
+
+
+def table_text(item: Item, of_run: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """A line for each run, as Markdown."""
+    names = shown(item)
+    lines = [f"| run | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for run, rows in of_run.items():
+        values = (_mean(rows, name) for name in names)
+        lines.append(f"| {run} | {' | '.join('-' if v is None else f'{v:.3g}' for v in values)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(item: Item, of_run: Mapping[str, Sequence[Mapping[str, Any]]], title: str, picture: Path) -> None:
+    """A panel for each curve; for a table of pass@k its curve over k."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = [*item.curves, *item.evaluated, *(["pass@k"] if len(item.table) > 1 else [])]
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(3.6 * len(panels), 3.2), squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        for number, (run, rows) in enumerate(of_run.items()):
+            x, y = _points(panel, item, rows)
+            axis.plot(x, y, color=f"C{number % 10}", label=run, linewidth=1.1, marker="." if len(x) < 12 else None)
+        if panel == "completion_entropy":
+            axis.axhline(_LN2, color="gray", linestyle=":", linewidth=0.8)
+        axis.set(title=panel, xlabel="k" if panel == "pass@k" else "step")
+    figure.suptitle(title, fontsize=9)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=6, loc="lower center", ncols=4)
+    figure.tight_layout(rect=(0, 0.05 + 0.04 * ((len(of_run) + 3) // 4), 1, 1))
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=75)
+    pyplot.close(figure)
+
+
+def _points(panel: str, item: Item, rows: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    """Means over seeds."""
+    if panel == "pass@k":
+        names = [name for name in item.table if name.startswith("pass@")]
+        return [float(name[5:]) for name in names], [_mean(rows, name) or 0.0 for name in names]
+    if panel in item.evaluated:
+        curves = [[(e["step"], e[panel]) for e in row["evaluations"]] for row in rows]
+        return [x for x, _ in curves[0]], [sum(y for _, y in at) / len(at) for at in zip(*curves, strict=True)]
+    smooth = [smoothed([0.0 if v is None else v for v in row["steps"].get(panel, [])]) for row in rows]
+    values = [sum(at) / len(at) for at in zip(*smooth, strict=True)]
+    return [float(step) for step in range(1, len(values) + 1)], values
+
+
+def _record(
+    name: str, item_name: str, picture: Path, of_run: Mapping[str, Sequence[Any]], item: Item, seconds: int
+) -> None:
+    """The committed record: commit, command, picture, numbers."""
+    kept = PICTURES / f"{name}_{item_name}.png"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(picture, kept)
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {"items": {}}
+    some = next(iter(of_run.values()))
+    record["items"][f"{name} {item_name}"] = {
+        "command": f"bash examples/scripts/reproduce.sh {name} {item_name}",
+        "commit": some[0].get("commit", commit()),
+        "hardware": some[0].get("hardware", hardware("cpu")),
+        "picture": str(kept.relative_to(ROOT)),
+        "seeds": len(some),
+        "steps": len(some[0]["steps"]["accuracy"]),
+        "seconds_of_runs": round(sum(row["seconds"] for rows in of_run.values() for row in rows)),
+        "numbers": {run: {n: _mean(rows, n) for n in shown(item)} for run, rows in of_run.items()},
+    }
+    record["items"] = dict(sorted(record["items"].items()))
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    with in_one_piece(RECORD) as partial:
+        partial.write_text(json.dumps(record, indent=1) + "\n")
+
+
+# ---- the cluster ----------------------------------------------------------------------------------------------------
+
+
+def words(options: Mapping[str, Any]) -> list[str]:
+    """Options as they are typed."""
+    typed: list[str] = []
+    for name, value in flat(options).items():
+        values = value if isinstance(value, list) else [value]
+        texts = ["null" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for v in values]
+        typed += [f"--{name}", *texts]
+    return typed
+
+
+def paper_commands(name: str, paper: Paper, item_name: str) -> Iterator[str]:
+    """The commands of an item: data, training, evaluation, report."""
+    item, folder, evaluation = paper.items[item_name], f"runs/papers/{name}", paper.evaluation
+    yield f"# {paper.title}, {item_name}: {item.what}"
+    yield f"# ours: {item.ours}"
+    yield "# docs/papers.md says how $DATA is made; on a cluster: submit_recipe.sh URL, or slurm_recipe.sh"
+    for run_name in item.runs:
+        run = paper.runs[run_name]
+        model = yaml.safe_load(recipe_path(run).read_text())["actor.model_name_or_path"].rpartition("/")[2]
+        out = f"{folder}/{run_name}"
+        held_out = ["--eval.dataset", "$DATA/aime24.jsonl"] if "\neval." in recipe_path(run).read_text() else []
+        given = [*words(run.options), "--ckpt.output_dir", out, "--ckpt.path", f"{out}/checkpoints", *held_out]
+        variables = "".join(f"{key}={value} " for key, value in run.environment.items())
+        yield (
+            f"{variables}bash examples/scripts/train_recipe.sh {run.recipe} $MODELS/{model} $DATA/{run.data}.jsonl "
+            f"{paper.reward} {_quoted(given)}"
+        )
+    if item.table or item.evaluated:
+        system = f"--system_prompt {evaluation.system_prompt} " if evaluation.system_prompt else ""
+        files = " ".join(f"{each}=$DATA/{each}_test.jsonl" for each in evaluation.benchmarks)
+        for run_name in item.runs:
+            yield (
+                f"openrlhf-ext evaluate --model {folder}/{run_name} --benchmark {files} {system}--apply_chat_template "
+                f"--n {evaluation.samples} --temperature {evaluation.temperature:g} --max_new_tokens "
+                f"{evaluation.tokens} --engine vllm --device cuda --out {folder}/{run_name}/evaluation"
+            )
+    yield f"openrlhf-ext report {' '.join(f'{folder}/{run}' for run in item.runs)} --output {folder}/{item_name}.html"
+
+
+def _quoted(given: Sequence[str]) -> str:
+    return " ".join(word if word.startswith("$") else shlex.quote(word) for word in given)
+
+
+# ---- docs/papers.md --------------------------------------------------------------------------------------------------
+
+
+def pages_table(papers: Mapping[str, Paper]) -> str:
+    """The items in docs/papers.md; GPUs and hours are those of ``openrlhf-ext plan``, nothing of them is measured."""
+    planned: dict[tuple[str, Any], tuple[int, float]] = {}
+    lines = ["| item | what | recipes | needs | ours |", "|---|---|---|---|---|"]
+    for name, paper in papers.items():
+        lines.append(f"| **{paper.title}** | | | | |")
+        for item_name, item in paper.items.items():
+            runs = [paper.runs[run] for run in item.runs]
+            hours: dict[int, list[float]] = {}
+            for run in runs:
+                key = (run.recipe, run.options.get("rollout.n_samples_per_prompt"))
+                planned[key] = planned.get(key) or _planned(run)
+                gpus, step_s = planned[key]
+                hours.setdefault(gpus, []).append(paper.steps * step_s / 3600)
+            needs = ", ".join(f"{len(h)} x {sum(h) / len(h):.0f} h on {gpus} GPUs" for gpus, h in hours.items())
+            recipes = ", ".join(f"`{recipe}`" for recipe in dict.fromkeys(run.recipe for run in runs))
+            lines.append(f"| `{name} {item_name}` | {item.what} | {recipes} | {needs} | {item.ours} |")
+        lines += [f"| {name} {item_name} | no command: {why} | - | - | - |" for item_name, why in paper.missing.items()]
+    return "\n".join(lines) + "\n"
+
+
+def pictures_table() -> str:
+    """What was run at toy scale: commit, command and picture of docs/papers.md."""
+    record = json.loads(RECORD.read_text())["items"]
+    lines = ["| item | commit | steps, seeds | picture |", "|---|---|---|---|"]
+    for item, found in record.items():
+        picture = f"[{Path(found['picture']).name}](../{found['picture']})".replace("(../docs/", "(")
+        lines.append(f"| `{item}` | {found['commit']} | {found['steps']}, {found['seeds']} | {picture} |")
+    return "\n".join(lines) + "\n"
+
+
+def _planned(run: Run) -> tuple[int, float]:
+    """(GPUs, predicted seconds of a step) of a recipe as it is laid out."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        result = Path(folder) / "plan.json"
+        typed = ["--config", str(recipe_path(run)), *words(run.options), "--json", str(result)]
+        if plan.main(typed) != 0:
+            raise ReproduceError(f"openrlhf-ext plan does not take {run.recipe} with {run.options}")
+        found = json.loads(result.read_text())
+    return found["gpus"], found["configured"]["seconds"]["step"]
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def listing(papers: Mapping[str, Paper]) -> str:
+    """Every item, and every figure without one."""
+    lines = []
+    for name, paper in papers.items():
+        lines.append(f"{name}: {paper.title}")
+        lines += [f"  {item:16} {len(value.runs):2} runs  {value.what}" for item, value in paper.items.items()]
+        lines += [f"  {item:16} none     {why}" for item, why in paper.missing.items()]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    silence_libraries()
+    parser = CommandParser("reproduce", __doc__.split("\n")[0])
+    parser.prog = "bash examples/scripts/reproduce.sh"
+    add = parser.add_argument
+    add("paper", nargs="?", metavar="PAPER", help="such as simoni; --list has all")
+    add("item", nargs="?", metavar="ITEM", help="a figure or a table, such as fig3")
+    add("--scale", choices=["toy", "paper"], default="toy", help="toy policy on this machine, or a cluster's commands")
+    add("--list", action="store_true", help="print papers and items")
+    add("--table", action="store_true", help="print the table of docs/papers.md")
+    add("--seeds", type=int, default=1, help="toy: runs of each method (default 1)")
+    add("--steps", type=int, help="toy: steps of each run (default: the paper's toy task)")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="toy: runs at a time (default: the cores)")
+    add("--out", type=Path, help="toy: folder of rows and pictures (default: runs/papers)")
+    add("--record", action="store_true", help="toy: keep picture and numbers in docs/images and benchmarks/results")
+    arguments = parser.parse_args(argv)
+    papers = read_papers()
+    if arguments.list:
+        print(listing(papers))
+        return 0
+    if arguments.table:
+        print(pages_table(papers), pictures_table(), sep="\n", end="")
+        return 0
+    try:
+        paper = _one("PAPER", arguments.paper, papers)
+        _one("ITEM", arguments.item, paper.items | paper.missing)
+        if arguments.item in paper.missing:
+            raise ReproduceError(f"{arguments.paper} {arguments.item} has no command: {paper.missing[arguments.item]}")
+        if arguments.scale == "paper":
+            print(*paper_commands(arguments.paper, paper, arguments.item), sep="\n")
+            return 0
+        return run_toy(arguments.paper, paper, arguments.item, arguments)
+    except (ReproduceError, StudyError) as error:
+        print(f"reproduce: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Items of the papers: all are listed and load at both scales; one is made, with a policy that knows little."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks import reproduce
+from benchmarks.reproduce import Paper, flat, read_papers
+from openrlhf_ext.config import build_config
+from openrlhf_ext.driver import preflight
+
+ROOT = Path(__file__).resolve().parents[2]
+ITEMS = [(name, item) for name, paper in read_papers().items() for item in paper.items]
+RUNS = [(name, run) for name, paper in read_papers().items() for run in paper.runs]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """The command in this process: (exit status, output, complaints)."""
+    monkeypatch.chdir(ROOT)
+    return lambda *words: (reproduce.main(words), *capsys.readouterr())
+
+
+def test_every_figure_and_table_is_listed_or_has_its_reason(run):
+    status, out, _ = run("--list")
+    assert status == 0
+    listed = {line.split()[0] for line in out.splitlines() if line.startswith("  ")}
+    assert {item for _, item in ITEMS} <= listed
+    papers = read_papers()
+    of_simoni = papers["simoni"].items.keys() | papers["simoni"].missing.keys()
+    names = " ".join(of_simoni)
+    assert all(figure in names for figure in ("fig1", "fig2", "fig3", "fig4a", "fig4b", "fig4c", "fig4d", "fig5a"))
+    assert all(figure in names for figure in ("fig5b", "fig6", "table1"))
+    assert {f"fig{n}" for n in range(1, 5)} <= papers["tan_first"].items.keys()
+    used = {(name, run) for name, paper in papers.items() for item in paper.items.values() for run in item.runs}
+    assert used == set(RUNS), "every run is of some item"
+
+
+@pytest.mark.parametrize(("name", "item"), ITEMS, ids="-".join)
+def test_an_item_loads_at_toy_scale_and_prints_the_clusters_commands(monkeypatch, name, item):
+    monkeypatch.chdir(ROOT)
+    paper: Paper = read_papers()[name]
+    study = reproduce.toy_study(paper, paper.items[item])  # raises StudyError
+    assert list(study.cells) == paper.items[item].runs
+    commands = list(reproduce.paper_commands(name, paper, item))
+    trained = [line for line in commands if "train_recipe.sh" in line]
+    assert len(trained) == len(paper.items[item].runs)
+    assert all(shlex.split(line) for line in commands if not line.startswith("#"))
+    evaluated = any(line.startswith("openrlhf-ext evaluate") for line in commands)
+    assert evaluated == bool(paper.items[item].table or paper.items[item].evaluated)
+
+
+@pytest.mark.parametrize(("name", "run_name"), RUNS, ids="-".join)
+def test_a_run_loads_at_the_papers_scale(name, run_name):
+    run = read_papers()[name].runs[run_name]
+    recipe = yaml.safe_load(reproduce.recipe_path(run).read_text())
+    held_out = {"eval.dataset": "study/heldout"} if any(option.startswith("eval.") for option in recipe) else {}
+    config = build_config(flat(recipe) | held_out | flat(run.options), files=False)  # raises ConfigError
+    method = preflight.option_findings(config)
+    assert method.violations == ()
+    warned = [*config.warnings, *method.warnings, *preflight.unread_warnings(config)]
+    known = ("is taken for a hub name", "version v2 gives some tokens of wrong completions")
+    assert [warning for warning in warned if not any(text in warning for text in known)] == []
+
+
+def test_an_item_is_made_at_toy_scale(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENRLHF_EXT_CACHE", str(tmp_path / "cache"))
+    papers = yaml.safe_load((ROOT / "configs/papers.yaml").read_text())
+    maker = "--family tags --knowledge_steps 20 --careless_steps 10 --heldout_size 32"
+    papers["simoni"]["toy"]["maker"] = f"examples/python/toy_policy.py {maker}"
+    monkeypatch.setattr(reproduce, "PAPERS", tmp_path / "papers.yaml")
+    reproduce.PAPERS.write_text(yaml.safe_dump(papers))
+    status, out, _ = run("simoni", "fig1", "--steps", "2", "--out", str(tmp_path), "--workers", "1")
+    assert status == 0 and "| llama_gsm8k_grpo_g8_kl |" in out
+    assert (tmp_path / "simoni/fig1.png").stat().st_size > 5000
+    assert "completion_entropy" in (tmp_path / "simoni/fig1.md").read_text()
+    again, out, _ = run("simoni", "fig1", "--steps", "2", "--out", str(tmp_path))
+    assert again == 0 and "0 of 2 runs to go" in out
+
+
+def test_a_name_that_is_not_there_is_told_the_nearest_one(run):
+    assert run("simone", "fig1")[0] == 2
+    status, _, complaint = run("simoni", "fig33")
+    assert status == 2 and "did you mean fig3" in complaint
+    assert "has no command" in run("tan_v6", "fig1")[2]
+
+
+def test_the_page_has_every_item_and_every_picture_that_was_made():
+    """Not the planned hours, which cost a call of the planner for each recipe."""
+    page = (ROOT / "docs/papers.md").read_text()
+    for name, paper in read_papers().items():
+        for item_name, item in paper.items.items():
+            assert f"| `{name} {item_name}` | {item.what} | " in page and f" | {item.ours} |" in page
+        assert all(f"| {name} {item} | no command: {why} | " in page for item, why in paper.missing.items())
+    assert f"<!-- pictures: begin -->\n{reproduce.pictures_table()}<!-- pictures: end -->" in page
+    made = json.loads(reproduce.RECORD.read_text())["items"]
+    assert {tuple(item.split()) for item in made} <= set(ITEMS)
+    assert all((ROOT / found["picture"]).stat().st_size < 60_000 for found in made.values())
