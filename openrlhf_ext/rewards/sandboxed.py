@@ -1,8 +1,8 @@
 """The process in which an answer's code runs: a program, started by ``sandbox.py`` and importing nothing of ours.
 
 It takes its limits, imports what answers may use, and has the kernel refuse every system call that is not in
-``CALLS`` for the rest of its life: no file is opened, no process or thread started, no signal sent, no socket made. Then
-it runs the code that comes first on standard input, and answers calls of its functions, a line of JSON each way.
+``CALLS`` for the rest of its life: no file is opened, no process or thread started, no signal sent, no socket made. Then it
+runs the code that comes first on standard input, and answers calls of its functions, a line of JSON each way.
 Whatever the code does to this process, it can only answer wrongly: what a right answer is never comes here.
 """
 
@@ -38,7 +38,7 @@ CALLS = {
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of CALLS, the kernel's name (linux/audit.h)
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _MODE_FILTER = 1, 22, 38, 2
 _LOAD, _EQUALS, _RETURN = 0x20, 0x15, 0x06  # linux/bpf_common.h: BPF_LD | W | ABS, BPF_JMP | JEQ | K, BPF_RET | K
-_ALLOW, _EPERM, _KILL = 0x7FFF0000, 0x00050001, 0x80000000  # linux/seccomp.h: RET_ALLOW, RET_ERRNO | 1, RET_KILL_PROCESS
+_ALLOW, _EPERM, _KILL = 0x7FFF0000, 0x00050001, 0x80000000  # linux/seccomp.h: ALLOW, ERRNO | 1, KILL_PROCESS
 _LARGEST_DEPTH = 50
 
 
