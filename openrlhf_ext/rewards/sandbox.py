@@ -209,7 +209,8 @@ def _tests(text: str) -> ast.Module:
 
 def _asked_for(tree: ast.Module) -> set[str]:
     """Names that the tests have from the answer."""
-    used, own = set(), set(dir(builtins))
+    used: set[str] = set()
+    own = set(dir(builtins))
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             (used if isinstance(node.ctx, ast.Load) else own).add(node.id)
