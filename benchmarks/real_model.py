@@ -150,7 +150,10 @@ def summary(cell: Path) -> dict[str, Any]:
         "heldout": [[e["step"], e["eval/accuracy"], e["eval/accuracy_stderr"]] for e in lines if "eval/accuracy" in e],
         "training": {name: [_short(step[name]) for step in steps] for name in TRAINING if name in steps[0]},
         "completions": [
-            {name: sample[name] for name in ("step", "prompt", "completion", "reward")}
+            {
+                "completion": "".join(sample["tokens"]),
+                **{name: sample[name] for name in ("step", "prompt", "label", "reward")},
+            }
             for end in ends
             for sample in [each for each in samples if each["step"] == end][:3]
         ],
