@@ -50,6 +50,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
         "openrlhf_ext/megatron/step/schedule.py",
     ),
     "quickstart_cpu.json": (*_TOY, *(f"openrlhf_ext/{part}" for part in _STEP)),
+    "real_model.json": ("configs/real_model.yaml", "examples/python/gym_task.py", "examples/python/reward_gsm8k.py"),
     "report_cpu.json": ("openrlhf_ext/tools/report",),
     "scale_cpu.json": (
         "openrlhf_ext/driver/experience.py", "openrlhf_ext/driver/scoring.py", "openrlhf_ext/rollout/response.py",

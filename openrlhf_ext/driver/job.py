@@ -329,7 +329,7 @@ def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
     return StepRecorder(
         metrics,
         Path(required(config.logger.figure_path, "logger.figure_path")),
-        parts.steps,
+        parts.steps if config.train.max_minutes is None else None,  # fewer, and nobody knows how many
         parts.prompts.skipped_overlong,
         title=f"{algorithm_name(config)}, {Path(policy_path(config)).name}",
         resume_step=resume_step,

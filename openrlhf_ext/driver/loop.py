@@ -64,15 +64,17 @@ class TrainingLoop:
     step: int = 0
     version: int = 0
     initial_entropy: float | None = None
+    _began: float = field(default=0.0, init=False)
     _ended: float = field(default=0.0, init=False)
     _waited_s: float = field(default=0.0, init=False)
     _no_gradient_said: bool = field(default=False, init=False)
     _finished: DriverState | None = field(default=None, init=False)  # after the last step that this process made
 
     def run(self) -> None:
-        """Trains until the prompts are used up, with an evaluation before the first and after the last step."""
+        """Trains until the prompts are used up or ``train.max_minutes`` have passed, with an evaluation before the
+        first and after the last step."""
         self.begin()
-        while groups := self.take():
+        while not self._time_is_up and (groups := self.take()):
             with self.profiled():
                 made = self.score_and_shape(groups)
                 self.guard.hold(self.config.ckpt.grace_s)
@@ -98,7 +100,12 @@ class TrainingLoop:
         else:
             self.version = self.supervisor.ask("weight_version")[0]
             self.evaluate()
-        self._ended = time.perf_counter()
+        self._began = self._ended = time.perf_counter()
+
+    @property
+    def _time_is_up(self) -> bool:
+        minutes = self.config.train.max_minutes
+        return minutes is not None and time.perf_counter() - self._began > 60 * minutes
 
     def take(self) -> list[Group]:
         """The groups of the next step, oldest first; none when the prompts are used up."""

@@ -28,7 +28,7 @@ class StepRecorder:
     """
 
     def __init__(
-        self, metrics_path: Path, figure_path: Path, total_steps: int, skipped_overlong: int, title: str = "",
+        self, metrics_path: Path, figure_path: Path, total_steps: int | None, skipped_overlong: int, title: str = "",
         resume_step: int = 0, label: str = "", events: EventLog | None = None, samples: SampleWriter | None = None,
     ) -> None:  # fmt: skip
         self.metrics_path, self.figure_path = metrics_path, figure_path

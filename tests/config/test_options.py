@@ -17,7 +17,7 @@ from openrlhf_ext.options.sections.algo import ESTIMATORS
 FROZEN = Path(__file__).with_name("options.txt")
 DOCUMENT = Path(__file__).parents[2] / "docs/configuration.md"
 CONFIGS = Path(__file__).parents[2] / "configs"
-FILES = [CONFIGS / "quickstart.yaml", *CONFIGS.glob("recipes/*.yaml"), *CONFIGS.glob("layouts/*.yaml")]
+FILES = [*CONFIGS.glob("*.yaml"), *CONFIGS.glob("recipes/*.yaml"), *CONFIGS.glob("layouts/*.yaml")]
 REFUSED = [name for name, option in option_table().items() if option.unsupported is not None]
 OTHER_VALUE = {"integer": "77", "number": "0.125", "text": "other", "true or false": None}
 

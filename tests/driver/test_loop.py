@@ -138,6 +138,13 @@ def test_a_run_from_the_first_to_the_last_step() -> None:
     ]  # fmt: skip
 
 
+def test_the_step_after_which_the_time_is_up_is_the_last_one() -> None:
+    world = World(eval={"steps": -1}, train={"max_minutes": 0.001})
+    world.during["fit 0"] = lambda: time.sleep(0.1)
+    world.loop.run()
+    assert world.told[-4:] == ["record 1", "save 1 alone", "finish", "evaluate 1"]
+
+
 def test_that_a_step_has_no_gradient_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     world.grad_norm = 0.0

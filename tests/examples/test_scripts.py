@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext.config import RunConfig, load_config
-from tests.models import make_tiny_policy
+from tests.models import CHAT_TEMPLATE, make_tiny_policy
 from tests.patience import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +61,43 @@ def load(options: list[str], tmp_path: Path) -> RunConfig:
     for name in ("train", "heldout"):
         (tmp_path / f"out/data/{name}.jsonl").write_text(record * 2000)
     return load_config(options)
+
+
+def test_the_real_model_trains_what_it_says(run_script, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("REAL_MODEL_DIR", str(tmp_path / "out"))
+    words = ["--minutes", "7", "--family", "gcd", "--set", "max_value=30", "--algo.advantage.estimator", "dapo"]
+    calls = run_script(ROOT / "examples/scripts/real_model.sh", *words)
+    modules = [call[1] if call[0] == "-m" else call[0] for call in calls]
+    assert modules == ["examples/python/real_model.py", "examples/python/gym_task.py", "openrlhf_ext.cli.evaluate",
+                       "openrlhf_ext.cli.train_ppo_ray", "openrlhf_ext.cli.evaluate",
+                       "openrlhf_ext.cli.report"]  # fmt: skip
+    out, options = tmp_path / "out", training_options(calls)
+    assert calls[1][1:] == ["--output_dir", str(out / "data"), "--family", "gcd", "--set", "max_value=30"]
+    model = options.index("--actor.model_name_or_path") + 1
+    assert options[model] == "0.5 0.01", "the folder that the command before prints"
+    options[model] = str(out / "warm_start")
+    make_chat_policy(tmp_path)
+    config = load_config(options)
+    assert config.warnings == ()
+    assert (config.train.max_minutes, config.algo.advantage.estimator) == (7, "dapo"), "the user's words count"
+    assert (config.world_size, config.megatron.param_dtype, config.data.apply_chat_template) == (2, "bf16", True)
+    gains = [call[call.index("--min_gain") + 1] for call in calls if "--min_gain" in call]
+    assert gains == ["-1"], "what another task can gain is not known"
+
+
+@pytest.mark.parametrize("words", [["--minutes"], ["--data", "math=x"], ["--data", "gsm8k=/nowhere"]])
+def test_the_real_model_says_what_it_was_given_wrong(words: list[str], run_script) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        run_script(ROOT / "examples/scripts/real_model.sh", *words)
+    assert error.value.returncode == 2
+
+
+def make_chat_policy(tmp_path: Path) -> None:
+    make_tiny_policy(tmp_path / "out/warm_start", chat_template=CHAT_TEMPLATE)
+    (tmp_path / "out/data").mkdir()
+    for name in ("train", "heldout"):
+        (tmp_path / f"out/data/{name}.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 64)
 
 
 def test_the_quickstart_trains_what_it_says(run_script, tmp_path, monkeypatch) -> None:

@@ -84,6 +84,10 @@ class Train(Section):
         "a .py file that defines run_agent or AgentExecutor, for multi-turn rollouts with rewards of their own",
         path="input")
     step_timeout_s: Float = added(1800, "longest time one training step may take, seconds", gt=0)
+    max_minutes: Float | None = added(None,
+        "the first step that ends so many minutes after the training began is the last one, whatever prompts are left; "
+        "evaluations in between count, those before the first and after the last step come on top; a resumed run "
+        "begins anew", gt=0)
     max_restarts: Int = added(0, "how many times a failed run is started again, from its last checkpoint in ckpt.path",
         ge=0)
 
