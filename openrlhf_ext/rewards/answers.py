@@ -4,6 +4,7 @@ fractions; other answers as normalized text. Symbolic equality is not attempted.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
@@ -36,6 +37,16 @@ def extract_answer(text: str) -> str | None:
     if hashed := _HASHES.findall(text):
         return _nonempty(hashed[-1])
     return None
+
+
+def stated_answers(texts: Sequence[str], correct: Sequence[bool]) -> list[tuple[bool, str] | None]:
+    """What each completion of a problem votes for, by text alone: None = it states no answer. All correct ones vote for
+    one answer, since each equals the label; wrong ones for their :func:`normalized` text."""
+    votes: list[tuple[bool, str] | None] = []
+    for text, is_correct in zip(texts, correct, strict=True):
+        answer = extract_answer(text)
+        votes.append(None if answer is None else (is_correct, "" if is_correct else normalized(answer)))
+    return votes
 
 
 def answers_equal(first: str, second: str) -> bool:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.inputs import reading
 from openrlhf_ext.options.sections import Reward
-from openrlhf_ext.rewards.answers import extract_answer, normalized, surely_different
+from openrlhf_ext.rewards.answers import extract_answer, stated_answers, surely_different
+from openrlhf_ext.rewards.counting import SOLVED
 from openrlhf_ext.rewards.executor import open_grader
 from openrlhf_ext.rewards.grading import FailurePolicy, Grader, RewardError, RewardResult
 from openrlhf_ext.tools.evaluate.problems import MATHS, Problem, Store, Task
-from openrlhf_ext.tools.evaluate.result import SOLVED, EvaluationResult, summarize
+from openrlhf_ext.tools.evaluate.result import EvaluationResult, summarize
 from openrlhf_ext.tools.evaluate.sampling import (
     Answers,
     Completion,
@@ -248,15 +249,11 @@ async def group_votes(
     groups: list[str] = []  # the first answer of each; "" for the correct one, wherever it comes
     known: dict[tuple[bool, str], int] = {}
     votes: list[int | None] = []
-    for text, is_correct in zip(texts, correct, strict=True):
-        answer = extract_answer(text)
-        if answer is None:
-            votes.append(None)
-            continue
-        key = (is_correct, "" if is_correct else normalized(answer))
-        if key not in known:
-            known[key] = await _group_of("" if is_correct else answer, groups, equal)
-        votes.append(known[key])
+    for text, stated in zip(texts, stated_answers(texts, correct), strict=True):
+        if stated is not None and stated not in known:
+            answer = "" if stated[0] else extract_answer(text) or ""
+            known[stated] = await _group_of(answer, groups, equal)
+        votes.append(None if stated is None else known[stated])
     return votes
 
 

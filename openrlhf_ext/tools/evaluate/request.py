@@ -27,6 +27,7 @@ from openrlhf_ext.inputs import (
     reading,
 )
 from openrlhf_ext.patches.environment import has_cuda
+from openrlhf_ext.rewards.counting import powers_of_two
 from openrlhf_ext.tools.evaluate.problems import (
     MATH_TEMPLATE,
     MATHS,
@@ -202,7 +203,7 @@ class Request:
         return self.arguments.n_samples or 4
 
     def ks(self, samples: int) -> list[int]:
-        return sorted(set(self.arguments.k or (2**exponent for exponent in range(samples.bit_length()))))
+        return sorted(set(self.arguments.k or powers_of_two(samples)))
 
     @property
     def tasks(self) -> list[Task]:
