@@ -12,9 +12,8 @@ from tests.e2e.jobs import ONE_RANK, Job, Task
 
 REWARD = """
 def reward_func(queries, prompts, labels, **kwargs):
-    completion = queries[0][len(prompts[0]):]
-    share = sum(c.isalpha() for c in completion) / max(1, len(completion))
-    return {"rewards": 1.0, "scores": float(share > 0.45), "extra_logs": {"letters": share}}
+    number = sum(map(ord, queries[0][len(prompts[0]):]))  # of another completion almost surely another one
+    return {"rewards": number, "scores": float(number % 2)}
 """
 
 
@@ -67,6 +66,7 @@ def test_two_sets_beside_training_end_where_the_command_does(tmp_path: Path) -> 
     completions = [completion for row in fitting for completion in row["completions"]]
     assert sums["accuracy"] == pytest.approx(sum(each["score"] for each in completions) / 16)
     assert sums["response_length_mean"] == pytest.approx(sum(each["tokens"] for each in completions) / 16)
+    assert sums["reward_mean"] == pytest.approx(sum(each["reward"] for each in completions) / 16)
     for k in (2, 4):
         solved = [sum(each["score"] >= 1 for each in row["completions"]) for row in fitting]
         chances = [1.0 if 4 - right < k else 1 - _none(4, right, k) for right in solved]
