@@ -141,7 +141,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         json.dumps({"accuracy": 0.5, "standard_error": 0.1, "prompts": 12, "samples_per_prompt": 4,
                     "sample_answers": [sample]}, indent=1)
     )  # fmt: skip
-    CheckpointStore(folder, 3).mark_best(3, "eval/accuracy", 0.5)
+    CheckpointStore(folder, 3).mark_best({"step": 3, "metric": "eval/accuracy", "value": 0.5})
     (folder / "out/.complete").mkdir(parents=True)
     (folder / "out/.complete/files.json").write_text(json.dumps({"config.json": 2, "model.safetensors": 9}))
     return folder

@@ -28,11 +28,12 @@ from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import algorithm_options, initial_entropy_prompts
 from openrlhf_ext.megatron.step.optimizer import warmup_steps
+from openrlhf_ext.rewards.counting import pass_at_k
 from openrlhf_ext.rewards.grading import parse_answer
 from openrlhf_ext.rewards.worker import call_reward, load_reward_function
 from openrlhf_ext.rollout.response import derived_seed
 from openrlhf_ext.tools.evaluate.problems import Problem, load_problems
-from openrlhf_ext.tools.evaluate.result import mean, pass_at_k
+from openrlhf_ext.tools.evaluate.result import mean
 
 SHAPED = ("degenerate_groups", "conflict_forward", "conflict_backward", "filtered_completions")
 """Metrics of an algorithm that a study keeps."""

@@ -30,21 +30,10 @@ from typing import Any, NamedTuple
 
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.outputs import in_one_piece
-from openrlhf_ext.tools.evaluate.problems import (
-    BENCHMARKS,
-    MATH_TEMPLATE,
-    SYSTEM_PROMPTS,
-    NotThisFormat,
-    system_message,
-)
+from openrlhf_ext.tools.evaluate.problems import BENCHMARKS, NotThisFormat, system_message
+from openrlhf_ext.tools.evaluate.protocols import DAPO_TEMPLATE, MATH_TEMPLATE, SYSTEM_PROMPTS
 
-TEMPLATES = {
-    # of every prompt of DAPO-Math-17k
-    "dapo": "Solve the following math problem step by step. The last line of your response should be of the form "
-    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\nRemember to put your answer "
-    'on its own line after "Answer:".',
-    "boxed": MATH_TEMPLATE,
-}
+TEMPLATES = {"dapo": DAPO_TEMPLATE, "boxed": MATH_TEMPLATE}
 SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 
 

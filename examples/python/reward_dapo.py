@@ -21,10 +21,8 @@ import re
 import unicodedata
 from typing import Any
 
-from openrlhf_ext.rewards.answers import answers_equal, extract_answer
+from openrlhf_ext.rewards.answers import answer_line, answers_equal
 
-ANSWER = re.compile(r"answer\s*:[ \t]*(\S[^\n]*)", re.IGNORECASE)
-SEARCHED_CHARACTERS = 300
 END_TOKENS = re.compile(r"(?:<\|(?:im_end|endoftext|eot_id|end_of_text)\|>)+\Z")  # where completions are not passed
 PROMPT_END_CHARACTERS = 64
 
@@ -34,22 +32,13 @@ def reward_func(
 ) -> dict[str, Any]:
     """OpenRLHF's reward convention, called with lists of one element; ``completions`` come without their end token."""
     (query,), (prompt,), (label,) = queries, prompts, labels
-    stated = stated_answer(completions[0] if completions else END_TOKENS.sub("", completion_of(query, prompt)))
+    stated = answer_line(completions[0] if completions else END_TOKENS.sub("", completion_of(query, prompt)))
     correct = float(stated is not None and answers_equal(stated, gold_answer(label)))
     return {
         "rewards": 2.0 * correct - 1.0,
         "scores": correct,
         "extra_logs": {"accuracy": correct, "answered": float(stated is not None)},
     }
-
-
-def stated_answer(completion: str) -> str | None:
-    """What follows the last ``Answer:``; of a boxed answer, what is in the box."""
-    found = ANSWER.findall(completion[-SEARCHED_CHARACTERS:])
-    if not found:
-        return None
-    stated = found[-1].strip()
-    return extract_answer(stated) or stated
 
 
 def gold_answer(label: str) -> str:

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from openrlhf_ext.checkpoints.files import (
     fsync_folder,
     write_file,
 )
-from openrlhf_ext.inputs import INTEGER, NUMBER, TEXT, InputError, check, read_json
+from openrlhf_ext.inputs import INTEGER, NUMBER, TEXT, InputError, check, list_of, map_with, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ _FORMAT = "openrlhf_ext checkpoint"
 _VERSION = 1
 _INCOMPLETE = ".incomplete"
 _BEST_KEYS = {"step": INTEGER, "metric": TEXT, "value": NUMBER}
+_BEST_MAYBE = {"next": list_of(map_with({"step": INTEGER, "value": NUMBER}))}  # best first; earlier releases had none
 _NAME = re.compile(r"global_step(\d+)")
 _PENDING = "pending.json"
 _PARTS = "written"
@@ -192,27 +193,28 @@ class CheckpointStore:
 
     def rotate(self) -> None:
         """Deletes the oldest checkpoints beyond ``keep`` and ``max_bytes``, never the best; likewise the HF ones."""
-        protected = (self.best() or {}).get("step")
-        complete = [p for p in self.checkpoints() if step_of(p) != protected]
-        hf = [p for p in self.folder.glob("global_step*_hf") if _NAME.match(p.name) and step_of(p) != protected]
+        protected = {step for step, _ in best_of(self.best())}
+        complete = [p for p in self.checkpoints() if step_of(p) not in protected]
+        hf = [p for p in self.folder.glob("global_step*_hf") if _NAME.match(p.name) and step_of(p) not in protected]
         for old in (*complete[: -self.keep], *sorted(hf, key=step_of)[: -self.keep]):
             _delete(old)
         kept = complete[-self.keep :]
         while len(kept) > 1 and sum(map(_size_of, self.checkpoints())) > self.max_bytes:
             _delete(kept.pop(0))
 
-    def mark_best(self, step: int, metric: str, value: float) -> None:
-        content = {"step": step, "metric": metric, "value": value}
-        write_file(self.folder, f"{BEST}{_INCOMPLETE}", [json.dumps(content, indent=1).encode()])
+    def mark_best(self, content: Mapping[str, Any]) -> None:
+        """``content``: what :func:`best_content` makes, or :meth:`best` has returned."""
+        write_file(self.folder, f"{BEST}{_INCOMPLETE}", [json.dumps(dict(content), indent=1).encode()])
         os.replace(self.folder / f"{BEST}{_INCOMPLETE}", self.folder / BEST)
         fsync_folder(self.folder)
 
     def best(self) -> dict[str, Any] | None:
+        """Step, metric and value of the best checkpoint, and of those that are kept after it (``next``)."""
         path = self.folder / BEST
         if not path.exists():
             return None
         try:
-            return read_json(path, _BEST_KEYS)
+            return read_json(path, _BEST_KEYS, _BEST_MAYBE)
         except InputError as error:  # a run goes on saving; the next best one is marked anew
             aside = free_name(path.with_name(f"{BEST}.superseded"))
             logger.warning("%s; it is moved to %s, and no checkpoint counts as the best any more", error, aside)
@@ -225,8 +227,8 @@ class CheckpointStore:
         been the best."""
         best = read_manifest(folder).about.get("best")
         if best is not None and best != self.best():
-            check(best, f"{folder / MANIFEST}, best", _BEST_KEYS, remedy="give another checkpoint")
-            self.mark_best(best["step"], best["metric"], best["value"])
+            check(best, f"{folder / MANIFEST}, best", _BEST_KEYS, _BEST_MAYBE, remedy="give another checkpoint")
+            self.mark_best(best)
 
     def set_aside_all(self) -> Path | None:
         """Moves an earlier run's checkpoints out of the way of a run that starts anew; returns where to."""
@@ -241,6 +243,20 @@ class CheckpointStore:
 
     def _incomplete(self, step: int) -> Path:
         return self.folder / f"global_step{step}{_INCOMPLETE}"
+
+
+def best_content(metric: str, kept: Sequence[tuple[int, float]]) -> dict[str, Any]:
+    """What ``best.json`` holds of the kept steps and their values, best first."""
+    (step, value), *others = kept
+    more = {"next": [{"step": step, "value": value} for step, value in others]} if others else {}
+    return {"step": step, "metric": metric, "value": value, **more}
+
+
+def best_of(content: Mapping[str, Any] | None, metric: str | None = None) -> list[tuple[int, float]]:
+    """The reverse of :func:`best_content`; empty if they were chosen by another ``metric``."""
+    if content is None or metric not in (None, content["metric"]):
+        return []
+    return [(each["step"], each["value"]) for each in (content, *content.get("next", ()))]
 
 
 def _delete(checkpoint: Path) -> None:

@@ -30,6 +30,7 @@ from openrlhf_ext.outputs import in_one_piece
 from openrlhf_ext.rewards.grading import RewardFailureLimit, RewardImportError
 from openrlhf_ext.rollout.response import RolloutError
 from openrlhf_ext.tools.evaluate.problems import Store
+from openrlhf_ext.tools.evaluate.protocols import PROTOCOLS, listed
 from openrlhf_ext.tools.evaluate.request import Request
 from openrlhf_ext.tools.evaluate.result import EvaluationResult, examples, notes, tables
 
@@ -63,7 +64,9 @@ def _finish(request: Request, results: Sequence[EvaluationResult]) -> int:
             _print(f"evaluate: {result.benchmark}: nothing was graded: {result.grading_error}", sys.stderr)
         return 1
     before = request.before
-    text = "\n".join([tables(results, before), *("\n" + note for result in results for note in notes(result))])
+    said = [request.protocol_note] if request.protocol_note else []
+    said += [note for result in results for note in notes(result)]
+    text = "\n".join([tables(results, before), *(f"\n{note}" for note in said)])
     written = _write_results(request, results, text)
     seconds = sum(result.seconds for result in results)
     shown = [*(examples(result, before) for result in results), text]
@@ -76,6 +79,8 @@ def _finish(request: Request, results: Sequence[EvaluationResult]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser("evaluate", __doc__.split("\n")[0])
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"protocols:\n{listed()}"
     add = parser.add_argument
     add("--model", help="folder of a Hugging Face checkpoint with its tokenizer")
     add("--benchmark", nargs="+", action="extend", default=[], metavar="NAME=FILE", help="a benchmark's file as it was "
@@ -89,13 +94,17 @@ def _parser() -> argparse.ArgumentParser:
         "and tables.md there; the same command goes on where it was killed (default: a folder in runs/evaluation named "
         "after model, data and settings; with --json none)")  # fmt: skip
     add("--engine", default="transformers", choices=["transformers", "vllm"], help="what samples")
+    add("--protocol", choices=sorted(PROTOCOLS), help="a paper's evaluation (below): template, system prompt, chat "
+        "template, n, temperature, top_p, longest completion, and where the answer stands; an option given besides it "
+        "wins, which the results say")  # fmt: skip
     add("--input_key", default="question", help="key of the prompt in --data")
     add("--label_key", default="answer", help="key of the label in --data")
     add("--input_template", help="format string around the prompt, such as 'Q: {} A: ' (default for benchmarks: asks "
         "for steps and \\boxed{}, but with a protocol's system prompt)")  # fmt: skip
     add("--system_prompt", help="system message, or the name of a protocol that has one: conflict; without a chat "
         "template it stands in front of the prompt. A protocol's questions stand alone")  # fmt: skip
-    add("--apply_chat_template", action="store_true", help="apply the tokenizer's chat template to the prompt")
+    add("--apply_chat_template", action=argparse.BooleanOptionalAction,
+        help="apply the tokenizer's chat template to the prompt")  # fmt: skip
     add("--limit", type=positive, help="problems taken from the start of each file (default: all)")
     add("--n", "--n_samples", dest="n_samples", type=positive, help="completions per prompt (default: 4)")
     add("--k", type=positive, nargs="+", metavar="K", help="sizes of pass@k and maj@k (default: powers of two up to n)")
@@ -107,9 +116,9 @@ def _parser() -> argparse.ArgumentParser:
         "completions (--engine transformers, temperature above 0)")  # fmt: skip
     add("--reference", metavar="FOLDER", help="--entropy, and the mean KL divergence of the model from this checkpoint "
         "at the tokens of the completions, in nats; exact, over the whole vocabulary")  # fmt: skip
-    add("--temperature", type=float, default=1.0, help="sampling temperature; 0 takes the most likely token")
-    add("--top_p", type=float, default=1.0, help="nucleus size; 1 = whole vocabulary")
-    add("--max_new_tokens", type=positive, default=64, help="longest completion, tokens")
+    add("--temperature", type=float, help="sampling temperature; 0 takes the most likely token (default: 1)")
+    add("--top_p", type=float, help="nucleus size; 1 = whole vocabulary (default: 1)")
+    add("--max_new_tokens", type=positive, help="longest completion, tokens (default: 64)")
     add("--batch_size", type=positive, default=256, help="sequences generated together")
     add("--seed", type=int, default=0, help="of the sampling")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (--engine vllm: cpu or cuda)")

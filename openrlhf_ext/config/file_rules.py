@@ -13,6 +13,7 @@ from openrlhf_ext.config.files import (
     Scan,
     Wanted,
     dataset_refs,
+    inputs_of,
     is_http_url,
     is_hub_name,
     is_url,
@@ -25,6 +26,7 @@ from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.inputs import InputError, similar_path
 from openrlhf_ext.options import Violation, leaf_fields, value_of
 from openrlhf_ext.options.sections import Data
+from openrlhf_ext.options.sections.evaluation import named_parts
 from openrlhf_ext.redaction import HIDDEN, lacks_a_secret
 
 # a violation has its options and its words, as in a table
@@ -42,7 +44,10 @@ _OUTPUTS = {
     "logger.figure_path": False,
 }  # fmt: skip
 _BESIDE_METRICS = ("events.jsonl", "samples.jsonl")  # written in the folder of logger.metrics_path
-_SOURCES = ("data.prompt_dataset", "eval.dataset", "reward.remote_url", "train.agent_func_path", "algo.module_path")
+_SOURCES = (
+    "data.prompt_dataset", "eval.dataset", "reward.remote_url", "eval.remote_url", "train.agent_func_path",
+    "algo.module_path",
+)  # fmt: skip
 # bytes per parameter: the weights, and Adam's two moments in fp32; fp32 master weights beside bf16 ones
 _WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
 _RESUMABLE_BYTES = {"fp32": 4 + 8, "bf16": 2 + 4 + 8}
@@ -55,6 +60,8 @@ def file_violations(config: RunConfig) -> Iterator[Violation]:
         yield from not_given(config)
     yield from _hidden_violations(config)
     yield from _reward_violations(config.reward.remote_url, config.train.agent_func_path)
+    for _, grader in named_parts(config.eval.remote_url) if config.eval.remote_url is not None else ():
+        yield from _remote_url_violations("eval.remote_url", grader)
     yield from _prompt_violations(config)
     yield from output_violations(config)
     yield from _space_violations(config)
@@ -89,9 +96,9 @@ def _prompt_violations(config: RunConfig) -> Iterator[Violation]:
         yield from dataset_violations("data.prompt_dataset", data.prompt_dataset, data, counts)
         yield from _prompt_count_violations(counts, data.max_samples, config.rollout.batch_size)
         yield from split_violations("data.prompt_split", data.prompt_split, "data.prompt_dataset", data.prompt_dataset)
-    if config.eval.dataset is not None:
-        yield from dataset_violations("eval.dataset", config.eval.dataset, data, [])
-        yield from split_violations("eval.split", config.eval.split, "eval.dataset", config.eval.dataset)
+    if config.eval.paths is not None:
+        yield from dataset_violations("eval.dataset", config.eval.paths, data, [])
+        yield from split_violations("eval.split", config.eval.split, "eval.dataset", config.eval.paths)
 
 
 def dataset_violations(
@@ -153,7 +160,7 @@ def _reward_violations(remote_url: str | None, agent_path: str | None) -> Iterat
     if agent_path is not None:
         yield from _definition_violations("train.agent_func_path", agent_path, "AgentExecutor", "run_agent")
     if remote_url is not None:
-        yield from _remote_url_violations(remote_url)
+        yield from _remote_url_violations("reward.remote_url", remote_url)
 
 
 def _record_violations(option: str, path: str, scan: Scan, data: Data) -> Iterator[Violation]:
@@ -193,8 +200,7 @@ def _definition_violations(option: str, path: str, *names: str) -> Iterator[Viol
         yield Violation((option,), f"{option}: {error}{_REMEDIES[names[0]]}")
 
 
-def _remote_url_violations(remote_url: str) -> Iterator[Violation]:
-    option = "reward.remote_url"
+def _remote_url_violations(option: str, remote_url: str) -> Iterator[Violation]:
     sources = remote_url.split(",")
     files = [source for source in sources if not is_url(source)]
     for url in sources:
@@ -238,7 +244,7 @@ def output_violations(config: RunConfig) -> Iterator[Violation]:
     outputs += beside
     models = _local((option, value_of(config, option)) for option in config.model_options)
     yield from _model_overlap_violations(outputs, models, config.ckpt.path)
-    sources = [(option, ref.path) for option in _SOURCES for ref in dataset_refs(value_of(config, option) or "")]
+    sources = [(option, ref.path) for option in _SOURCES for ref in dataset_refs(inputs_of(config, option))]
     yield from _source_overlap_violations(outputs, _local(sources))
     yield from _same_file_violations(files)
 

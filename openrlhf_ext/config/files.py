@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from pydantic import BaseModel
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
@@ -37,7 +38,8 @@ from openrlhf_ext.inputs import (
     reading,
     type_name,
 )
-from openrlhf_ext.options import ConfigError, PathKind, Violation
+from openrlhf_ext.options import ConfigError, PathKind, Violation, value_of
+from openrlhf_ext.options.sections.evaluation import named_part, named_parts
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +69,8 @@ def is_hub_name(text: str) -> bool:
 
 def resolve_path(value: str, kind: PathKind) -> str:
     """``value`` with its local paths made absolute (``~`` expanded): one path, or several inputs separated by commas,
-    ``path@folder`` as OpenRLHF's datasets allow. Inputs that are URLs or hub names stay as they are."""
+    ``path@folder`` as OpenRLHF's datasets allow, each perhaps with a name (``name=path``). Inputs that are URLs or hub
+    names stay as they are."""
     if not value.strip():
         return value  # refused; it would become the current directory
     if kind == "output":
@@ -80,6 +83,9 @@ def _absolute(text: str) -> str:
 
 
 def _resolve_input(text: str) -> str:
+    name, path = named_part(text)
+    if name and not os.path.exists(text):
+        return f"{name}={_resolve_input(path)}"
     base, at, folder = text.partition("@")
     if not base or is_url(text) or is_hub_name(base):
         return text
@@ -94,6 +100,13 @@ class DatasetRef:
     @property
     def suffix(self) -> str:
         return Path(self.path).suffix.lower()
+
+
+def inputs_of(config: BaseModel, option: str) -> str:
+    """Paths, hub names and URLs of an option, separated by commas, without names of sets (``eval.dataset``,
+    ``eval.remote_url``); "" if none are given."""
+    value = value_of(config, option) or ""
+    return ",".join(rest for _, rest in named_parts(value)) if option.startswith("eval.") else value
 
 
 def dataset_refs(value: str) -> Iterator[DatasetRef]:

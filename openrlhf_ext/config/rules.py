@@ -14,13 +14,14 @@ from typing import Any
 from openrlhf_ext.config import precision
 from openrlhf_ext.config.estimator import flag_options
 from openrlhf_ext.config.file_rules import file_violations
-from openrlhf_ext.config.files import dataset_refs, has_weights, is_hub_name, is_url, model_folder
+from openrlhf_ext.config.files import dataset_refs, has_weights, inputs_of, is_hub_name, is_url, model_folder
 from openrlhf_ext.config.model_rules import local_shape, model_violations, scaled_models
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_value_scale
 from openrlhf_ext.options import Section, Violation, idle_options, is_set, no_effect, value_of
+from openrlhf_ext.options.sections import Eval
 from openrlhf_ext.options.sections.algo import CUSTOM, DISTILLATION, ESTIMATORS, MIXED, SINGLE
 from openrlhf_ext.options.table import Configuration
 
@@ -289,10 +290,60 @@ def lengths(config: RunConfig) -> Iterator[Violation]:
 
 
 def evaluations(config: RunConfig) -> Iterator[Violation]:
-    best = config.ckpt.best_metric_key
-    if best and (config.eval.steps == -1 or config.eval.dataset is None):
+    """What an evaluation is asked for can be had, and the best checkpoint can be told."""
+    given = config.eval
+    if given.remote_url is not None and config.train.agent_func_path is not None:
+        yield Violation(("eval.remote_url", "train.agent_func_path"),
+            "eval.remote_url and train.agent_func_path exclude each other, an agent grades its own rollouts: leave "
+            "eval.remote_url out")
+    if given.dataset is not None and not any(given.violations()):
+        for each in given.sets:
+            response = each.max_new_tokens
+            if response is not None and response >= config.data.max_len:
+                yield Violation(("eval.max_new_tokens", "data.max_len"),
+                    f"eval.max_new_tokens must be below data.max_len, the prompt needs room: got {response} and "
+                    f"{config.data.max_len} tokens; lower the one or raise the other")
+    if given.async_enable and config.max_staleness == 0:
+        yield Violation(("eval.async_enable", "train.max_staleness"),
+            "eval.async_enable needs engines that sample while the policy trains: with train.max_staleness 0 they "
+            "stand still meanwhile (and with train.colocate_all sleep), so that nothing would be gained; set "
+            "train.max_staleness to at least 1, or leave eval.async_enable out")
+    yield from _best_metric(config)
+
+
+TRAINING_METRICS = ("accuracy/mean", "reward/mean")
+_OF_EVALUATIONS = ("accuracy", "reward_mean", "response_length_mean")
+
+
+def evaluation_metrics(given: Eval) -> list[str]:
+    """Metrics of evaluations by which checkpoints can be compared."""
+    every = [f"eval/{metric}" for metric in _OF_EVALUATIONS]
+    for each in () if any(given.violations()) else given.sets:
+        prefix = f"eval/{each.name}/" if each.name else "eval/"
+        every += [f"{prefix}{metric}" for metric in _OF_EVALUATIONS if each.name]
+        every += [f"{prefix}pass@{2**exponent}" for exponent in range(each.n_samples_per_prompt.bit_length())]
+    return every
+
+
+def _best_metric(config: RunConfig) -> Iterator[Violation]:
+    best, given = config.ckpt.best_metric_key, config.eval
+    if not best:
+        return
+    if best in TRAINING_METRICS:
+        if config.ckpt.save_steps == -1:
+            yield Violation(("ckpt.best_metric_key", "ckpt.save_steps"),
+                f"ckpt.best_metric_key {best} compares the steps that are saved: set ckpt.save_steps (1 = every step)")
+        return
+    if best not in (known := evaluation_metrics(given)):
+        yield Violation(("ckpt.best_metric_key",),
+            f"ckpt.best_metric_key must be one of {', '.join((*known, *TRAINING_METRICS))}: got {best}")
+    if given.steps == -1 or given.dataset is None:
         yield Violation(("ckpt.best_metric_key", "eval.steps", "eval.dataset"),
             f"ckpt.best_metric_key {best} needs evaluations during training: set eval.dataset and eval.steps")
+    elif given.async_enable:
+        yield Violation(("ckpt.best_metric_key", "eval.async_enable"),
+            f"ckpt.best_metric_key {best} and eval.async_enable exclude each other, an evaluation beside training ends "
+            "when the weights that it measured are gone: leave eval.async_enable out, or keep every checkpoint")
 
 
 # ---- streaming ---------------------------------------------------------------------------------------------------
@@ -388,7 +439,7 @@ def hub_names(config: RunConfig) -> Iterator[str]:
         if model is not None and not is_hub_name(folder or "") and not has_weights(folder or ""):
             yield f"{option} {folder} holds no *.safetensors file: the {what} cannot load its weights"
     for option in ("data.prompt_dataset", "eval.dataset"):
-        for ref in dataset_refs(value_of(config, option) or ""):
+        for ref in dataset_refs(inputs_of(config, option)):
             if ref.path and is_hub_name(ref.path):
                 yield f"{option} {ref.path} is taken for a hub name: its keys are not checked before it is downloaded"
 

@@ -19,11 +19,13 @@ from typing import Any
 import openrlhf_ext
 from openrlhf_ext.checkpoints import CheckpointStore, write_file
 from openrlhf_ext.checkpoints.store import step_of
-from openrlhf_ext.config import RunConfig, option_table, value_of
+from openrlhf_ext.config import RunConfig, option_table
 from openrlhf_ext.config.estimator import algorithm_options
-from openrlhf_ext.config.files import dataset_refs, is_hub_name
+from openrlhf_ext.config.files import dataset_refs, inputs_of, is_hub_name
 from openrlhf_ext.config.show import shown_options
 from openrlhf_ext.options import required
+from openrlhf_ext.options.sections import HeldOutSet
+from openrlhf_ext.options.sections.evaluation import named_part
 from openrlhf_ext.patches.environment import machine
 from openrlhf_ext.redaction import redact, redacted
 from openrlhf_ext.reporting import duration, read_metrics
@@ -120,13 +122,20 @@ def _resumption(config: RunConfig) -> str:
 
 
 def _evaluation(config: RunConfig) -> list[str]:
-    """How the final checkpoint is evaluated as the run's own evaluations sample; nothing for an agent's rewards."""
-    if config.reward.remote_url is None or config.train.agent_func_path is not None:
+    """How the final checkpoint is evaluated as the run's own evaluations sample, set by set, and from the same seeds;
+    nothing for an agent's rewards."""
+    if config.train.agent_func_path is not None:
         return []
-    data, evaluated = config.data, config.eval
-    own = evaluated.dataset is not None and Path(evaluated.dataset).is_file()
-    words = ["--model", config.ckpt.output_dir, "--data", str(evaluated.dataset) if own else _SOME_DATA]
-    words += ["--reward", config.reward.remote_url, "--input_key", data.input_key]
+    some = config.eval.model_copy(update={"dataset": _SOME_DATA, "remote_url": None}).sets
+    graded = [each for each in config.eval.sets or some if each.remote_url or config.reward.remote_url]
+    return [_evaluation_of(config, each) for each in graded]
+
+
+def _evaluation_of(config: RunConfig, evaluated: HeldOutSet) -> str:
+    data = config.data
+    words = ["--model", config.ckpt.output_dir, "--data"]
+    words += [evaluated.paths if Path(evaluated.paths).is_file() else _SOME_DATA]
+    words += ["--reward", str(evaluated.remote_url or config.reward.remote_url), "--input_key", data.input_key]
     words += ["--label_key", data.label_key] if data.label_key is not None else []
     if data.apply_chat_template:
         words.append("--apply_chat_template")
@@ -134,9 +143,10 @@ def _evaluation(config: RunConfig) -> list[str]:
         words += ["--input_template", data.input_template]
     words += ["--temperature", f"{evaluated.temperature:g}", "--n", str(evaluated.n_samples_per_prompt)]
     words += ["--top_p", f"{evaluated.top_p:g}"] if evaluated.top_p != 1 else []
-    if config.rollout.max_new_tokens is not None:
-        words += ["--max_new_tokens", str(config.rollout.max_new_tokens)]
-    return [f"{_COMMAND} evaluate {shlex.join(words)}"]
+    if (longest := evaluated.max_new_tokens or config.rollout.max_new_tokens) is not None:
+        words += ["--max_new_tokens", str(longest)]
+    words += ["--seed", str(config.train.seed)]
+    return f"{_COMMAND} evaluate {shlex.join(words)}"
 
 
 def about_run(config: RunConfig) -> dict[str, Any]:
@@ -238,7 +248,7 @@ def _accuracy(measured: tuple[float, float], step: int) -> str:
 
 def _data(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     for option in _DATA:
-        for dataset in dataset_refs(value_of(config, option) or ""):
+        for dataset in dataset_refs(inputs_of(config, option)):
             path = Path(dataset.path)
             if path.is_file():
                 with path.open("rb") as file:
@@ -255,7 +265,8 @@ def _given(config: RunConfig) -> Iterator[tuple[str, Any]]:
             continue
         value = shown[name]
         if kind == "input" and isinstance(value, str) and "://" not in value:
-            value = ",".join(Path(part).name for part in value.split(","))
+            parts = map(named_part, value.split(","))
+            value = ",".join(f"{of}={Path(path).name}" if of else Path(path).name for of, path in parts)
         yield name, value
 
 

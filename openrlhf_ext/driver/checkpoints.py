@@ -21,7 +21,7 @@ import safetensors.numpy
 
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, read_manifest, write_file
 from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files, read_plain, write_plain
-from openrlhf_ext.checkpoints.store import MANIFEST, step_of
+from openrlhf_ext.checkpoints.store import MANIFEST, best_content, best_of, step_of
 from openrlhf_ext.config import RunConfig, format_config, option_table, value_of
 from openrlhf_ext.driver.about import checkpoint_store
 from openrlhf_ext.driver.rollouts import Group, Prompt
@@ -61,16 +61,16 @@ def write_hf(group: RankGroup, who: str, path: str, option: str, timeout_s: floa
 
 @dataclass
 class _Pending:
-    """A checkpoint that the ranks are still writing."""
+    """A checkpoint that the ranks are still writing; ``best``: the coming ``best.json`` if it is one of the best."""
 
     step: int
     started: float
-    best: tuple[str, float] | None
+    best: dict[str, Any] | None
 
 
 class Checkpointer:
     """Writes the checkpoints of one run. Of the ``groups`` that are trained the first is the policy's; ``prompts`` is
-    the fingerprint of the run's; ``best_value`` is that of ``ckpt.best_metric_key`` so far."""
+    the fingerprint of the run's."""
 
     def __init__(
         self, config: RunConfig, groups: Mapping[str, RankGroup], prompts: str, events: EventLog | None = None
@@ -80,29 +80,37 @@ class Checkpointer:
         label = config.training_label
         self.constants = {"options": plain_options(config), "prompts": prompts} | ({"label": label} if label else {})
         self.store = checkpoint_store(config)
-        self.best_value: float | None = None
         self._pending: _Pending | None = None
 
-    def after_step(self, step: int, evaluation: Mapping[str, float] | None, state: Callable[[], DriverState]) -> None:
-        """Saves if the step is due, or if the evaluation of its weights, if there was one, is the best so far;
-        ``state`` is called only then."""
+    def after_step(
+        self, step: int, evaluation: Mapping[str, float] | None, state: Callable[[], DriverState],
+        record: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        """Saves if the step is due, or if the evaluation of its weights, if there was one, is among the best so far;
+        ``state`` is called only then. ``record``: the step's own metrics, by which steps that are due are compared."""
         self.finish(wait=False)
-        best, every = self._best_of(evaluation), self.config.ckpt.save_steps
-        if best is None and (every == -1 or step % every):
-            return
-        if best is not None:
-            self.best_value = best[1]
-        self.save(step, *state(), best=best)
+        every = self.config.ckpt.save_steps
+        is_due = every != -1 and step % every == 0
+        best = self._best_with(step, {**(record or {} if is_due else {}), **(evaluation or {})})
+        if best is not None or is_due:
+            self.save(step, *state(), best=best)
 
-    def _best_of(self, evaluation: Mapping[str, float] | None) -> tuple[str, float] | None:
+    def _best_with(self, step: int, measured: Mapping[str, float]) -> dict[str, Any] | None:
+        """What ``best.json`` will hold, if this step is one of the ``ckpt.keep_best`` best."""
         name = self.config.ckpt.best_metric_key
-        if not name or evaluation is None:
+        if not name or name not in measured:
             return None
-        value = float(evaluation[name])
-        return (name, value) if self.best_value is None or value > self.best_value else None
+        before, value = best_of(self._pending_best() or self.store.best(), name), float(measured[name])
+        # of equals the earlier one; a step that is made again takes its own place
+        kept = [pair for pair in before if pair[0] != step]
+        kept = sorted([*kept, (step, value)], key=lambda pair: (-pair[1], pair[0]))[: self.config.ckpt.keep_best]
+        return best_content(name, kept) if (step, value) in kept else None
+
+    def _pending_best(self) -> dict[str, Any] | None:
+        return None if self._pending is None else self._pending.best
 
     def save(
-        self, step: int, state: dict[str, Any], arrays: Mapping[str, np.ndarray], best: tuple[str, float] | None = None
+        self, step: int, state: dict[str, Any], arrays: Mapping[str, np.ndarray], best: dict[str, Any] | None = None
     ) -> None:
         """Writes the checkpoint of a step, in the forms that are asked for."""
         resumable = not self.config.ckpt.disable_ds
@@ -111,7 +119,7 @@ class Checkpointer:
         if self.config.ckpt.save_hf:
             self._save_hf(step)
         if best is not None and not resumable:
-            self.store.mark_best(step, *best)
+            self.store.mark_best(best)
         self.store.rotate()
 
     def _save_hf(self, step: int) -> None:
@@ -132,7 +140,7 @@ class Checkpointer:
             self.store.rotate()
 
     def _save_resumable(
-        self, step: int, state: dict[str, Any], arrays: Mapping[str, np.ndarray], best: tuple[str, float] | None,
+        self, step: int, state: dict[str, Any], arrays: Mapping[str, np.ndarray], best: dict[str, Any] | None,
         background: bool,
     ) -> None:  # fmt: skip
         self.finish()
@@ -149,7 +157,7 @@ class Checkpointer:
                 files = call_ranks(group, name, "save_state", self.timeout_s, name=name, **arguments)
                 parts += [f"{name}-{rank}" for rank in range(len(files))]
                 entries += [] if background else [entry for part in files for entry in part]
-            manifest = Manifest(step, tuple(entries), {**self._about(), "best": self._best_with(pending)})
+            manifest = Manifest(step, tuple(entries), {**self._about(), "best": best or self.store.best()})
             if background:
                 self.store.expect(manifest, parts)
         except BaseException:
@@ -184,22 +192,21 @@ class Checkpointer:
             raise
         self.poll()
 
-    def _best_with(self, pending: _Pending) -> dict[str, Any] | None:
-        if pending.best is None:
-            return self.store.best()
-        return {"step": pending.step, "metric": pending.best[0], "value": pending.best[1]}
-
     def _announce(self, pending: _Pending, manifest: Manifest) -> None:
         """What follows when a checkpoint is complete."""
         self._pending = None
+        is_best = {}
         if pending.best is not None:
-            self.store.mark_best(pending.step, *pending.best)
-            logger.info("step %d is the best so far: %s = %.4f", pending.step, *pending.best)
+            self.store.mark_best(pending.best)
+            place, metric = [step for step, _ in best_of(pending.best)].index(pending.step), pending.best["metric"]
+            value = best_of(pending.best)[place][1]
+            said = "the best" if place == 0 else f"number {place + 1} of the best"
+            logger.info("step %d is %s so far: %s = %.4f", pending.step, said, metric, value)
+            is_best = {"best": {metric: value}}
         self.store.rotate()
         seconds, size = time.monotonic() - pending.started, manifest.size / 2**20
         path = self.store.path_of(manifest.step)
         logger.info("wrote the checkpoint %s (%.1f MiB, %.1f s)", path, size, seconds)
-        is_best = {"best": dict([pending.best])} if pending.best is not None else {}
         self._events.note("checkpoint", of_step=pending.step, path=str(path), mib=size, seconds=seconds, **is_best)
 
     def _about(self) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 from openrlhf_ext.compat import DriverStrategy, PromptDataset, blending_datasets
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.files import Wanted, require_records
+from openrlhf_ext.driver.evaluation import HeldOut
+from openrlhf_ext.driver.rollouts import all_prompts
 from openrlhf_ext.inputs import InputError, reading
 from openrlhf_ext.options import required
 
@@ -24,14 +26,15 @@ class OverlongPromptError(ValueError):
 
 @dataclass(frozen=True)
 class PromptData:
-    """A dataset of prompts that fit, and how many were skipped."""
+    """A dataset of prompts that fit, how many were skipped, and where those that fit stand among all, from 0."""
 
     dataset: PromptDataset
     skipped_overlong: int
+    places: Sequence[int]
 
     def first(self, count: int) -> PromptData:
         """The first ``count`` prompts."""
-        return PromptData(_keep(copy(self.dataset), range(min(count, len(self)))), 0)
+        return PromptData(_keep(copy(self.dataset), range(min(count, len(self)))), 0, self.places[:count])
 
     @property
     def fingerprint(self) -> str:
@@ -85,7 +88,7 @@ def load_prompts(
         logger.warning(
             "%s: skipped %d of %d prompts longer than %d tokens", paths, skipped, len(lengths), max_prompt_tokens
         )
-    return PromptData(_keep(dataset, keep), skipped)
+    return PromptData(_keep(dataset, keep), skipped, keep)
 
 
 def _keep(dataset: PromptDataset, rows: Sequence[int]) -> PromptDataset:
@@ -95,18 +98,31 @@ def _keep(dataset: PromptDataset, rows: Sequence[int]) -> PromptDataset:
     return dataset
 
 
-def load_data(config: RunConfig, strategy: DriverStrategy, tokenizer: Any) -> tuple[PromptData, PromptData | None]:
-    """Training prompts and, if configured, held-out prompts that fit."""
-    limits: dict[str, Any] = {
-        "max_prompt_tokens": config.data.max_len - (config.rollout.max_new_tokens or 1),
-        "overlong": config.data.overlong_prompts,
-    }
-    data, held_out = config.data, config.eval
+def load_data(config: RunConfig, strategy: DriverStrategy, tokenizer: Any) -> tuple[PromptData, list[PromptData]]:
+    """Training prompts, and those of each held-out set, that fit."""
+    data, overlong = config.data, config.data.overlong_prompts
+    room = data.max_len - (config.rollout.max_new_tokens or 1)
     paths = required(data.prompt_dataset, "data.prompt_dataset")
-    prompts = load_prompts(paths, data.prompt_split, strategy, tokenizer, probabilities=data.prompt_probs, **limits)
-    if held_out.dataset is None:
-        return prompts, None
-    return prompts, load_prompts(held_out.dataset, held_out.split, strategy, tokenizer, probabilities=None, **limits)
+    prompts = load_prompts(
+        paths, data.prompt_split, strategy, tokenizer, probabilities=data.prompt_probs, max_prompt_tokens=room,
+        overlong=overlong,
+    )  # fmt: skip
+    held_out = [
+        load_prompts(
+            each.paths, config.eval.split, strategy, tokenizer, probabilities=None, overlong=overlong,
+            max_prompt_tokens=room if each.max_new_tokens is None else data.max_len - each.max_new_tokens,
+        )
+        for each in config.eval.sets
+    ]  # fmt: skip
+    return prompts, held_out
+
+
+def held_out_sets(config: RunConfig, strategy: DriverStrategy, data: Sequence[PromptData]) -> list[HeldOut]:
+    """The held-out sets with their prompts, as :func:`load_data` read them."""
+    return [
+        HeldOut(options, all_prompts(dataloader(strategy, own), own.places))
+        for options, own in zip(config.eval.sets, data, strict=True)
+    ]
 
 
 def dataloader(strategy: DriverStrategy, data: PromptData, *, shuffle: bool = False, workers: int = 0) -> Any:

@@ -21,6 +21,7 @@ from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch
 from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.driver.gauges import (
     batch_metrics,
+    conflict_gauges,
     correction_band,
     guide_agreement,
     guide_gauges,
@@ -113,7 +114,7 @@ class ExperienceMaker:
         """The batch as the algorithm shapes it, and what both are like."""
         algorithm = self.algorithm if self.kl is None else self.algorithm.with_kl_coef(self.kl.value)
         shaped = algorithm.shape(rollout)
-        metrics = batch_metrics(rollout, correction_band(self.algorithm))
+        metrics = batch_metrics(rollout, correction_band(self.algorithm)) | conflict_gauges(rollout, shaped)
         metrics |= {f"algorithm/{k}": float(v) for k, v in shaped.metrics.items()}
         return shaped, metrics | self._reference_metrics(rollout) | guide_agreement(rollout)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms import Algorithm, RolloutBatch
+from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch, mean_entropies
 from openrlhf_ext.algorithms.segments import Segments, float64_sum
 from openrlhf_ext.driver.waits import call_ranks
 from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops, peak_tflops
@@ -51,9 +51,47 @@ def batch_metrics(rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAN
     }
     if rollout.entropies is not None:
         metrics["entropy/mean"] = float64_sum(rollout.entropies) / tokens
+        metrics["entropy/completion_mean"] = mean_entropies(rollout.entropies, rollout.segments).mean()
     if rollout.truncated is not None:
         metrics["response/truncated_rate"] = rollout.truncated.float().mean()
     return {name: float(value) for name, value in metrics.items()} | policy_mismatch(rollout, band)
+
+
+def conflict_gauges(rollout: RolloutBatch, shaped: LossBatch) -> dict[str, float]:
+    """What Simoni et al. (arXiv 2508.03772) plot of conflicts between completions of a prompt.
+
+    ``conflict/mean`` (fig. 5b, whose unit the paper does not state): mean over completions of the number of tokens in
+    a conflict span, of ``gtpo_conflict`` alone. ``conflict/prefix_*`` (eq. 6), of any method: completions of a prompt
+    that begin with the same token share a prefix, whose gradient carries the sum of A_i / |o_i| over them; the mean of
+    these sums over prefixes that positive and negative completions share, and the share of them where it is negative,
+    so that GRPO makes what its good completions begin with less likely. Missing if there is no such prefix.
+    """
+    metrics = {}
+    masks = [shaped.of_tokens[name] for name in ("forward_mask", "backward_mask") if name in shaped.of_tokens]
+    if masks:
+        metrics["conflict/mean"] = float(torch.stack(masks).any(0).sum() / len(rollout.rewards))
+    a_B = shaped.of_rows["A"] if "A" in shaped.of_rows else _group_relative(rollout)
+    lengths_B = rollout.segments.lengths_B
+    first_B = rollout.tokens[lengths_B.cumsum(0) - lengths_B]
+    prefixes, of_B = torch.stack([rollout.group_ids, first_B.to(rollout.group_ids.dtype)], 1).unique(
+        dim=0, return_inverse=True
+    )
+    zeros = torch.zeros(len(prefixes), dtype=torch.float64)
+    sums = zeros.index_add(0, of_B, a_B / lengths_B)
+    has_both = zeros.index_add(0, of_B, (a_B > 0).double()).gt(0) & zeros.index_add(0, of_B, (a_B < 0).double()).gt(0)
+    if bool(has_both.any()):
+        metrics["conflict/prefix_advantage"] = float(sums[has_both].mean())
+        metrics["conflict/prefix_penalized"] = float((sums[has_both] < 0).double().mean())
+    return metrics
+
+
+def _group_relative(rollout: RolloutBatch) -> Tensor:
+    """(B,) float64 (r_i - mean r) / std r over the completions of a prompt, 0 where all are equal (eq. 12)."""
+    _, index_B, sizes_Q = rollout.group_ids.unique(return_inverse=True, return_counts=True)
+    zeros, rewards_B = torch.zeros(len(sizes_Q), dtype=torch.float64), rollout.rewards.double()
+    centered_B = rewards_B - (zeros.index_add(0, index_B, rewards_B) / sizes_Q)[index_B]
+    std_Q = (zeros.index_add(0, index_B, centered_B.square()) / (sizes_Q - 1).clamp(min=1)).sqrt()
+    return torch.where(centered_B.abs() <= 1e-8, 0.0, centered_B / std_Q.clamp(min=1e-8)[index_B])
 
 
 def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:

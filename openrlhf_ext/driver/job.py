@@ -159,7 +159,7 @@ class Parts:
     supervisor: EngineSupervisor
     guide_supervisor: EngineSupervisor | None
     prompts: PromptData
-    held_out: PromptData | None
+    held_out: list[PromptData]
     steps: int
     deadline: Deadline
     use_gpu: bool
@@ -276,7 +276,7 @@ def trained_groups(policy: RankGroup, auxiliary: AuxiliaryModels) -> dict[str, R
 def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> TrainingLoop:
     """The training loop with everything that it drives, at the place where the run begins or goes on."""
     from openrlhf_ext.compat import build_sinks
-    from openrlhf_ext.driver.data import dataloader
+    from openrlhf_ext.driver.data import dataloader, held_out_sets
 
     shape = read_model_shape(policy_path(config))
     torch.manual_seed(config.train.seed)  # the data loader takes its shuffle from the global generator
@@ -305,7 +305,7 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
         deadline=deadline,
         recorder=build_recorder(config, parts),
         gauges=step_gauges(config, parts, shape),
-        held_out=dataloader(parts.strategy, parts.held_out) if parts.held_out else None,
+        held_out=held_out_sets(config, parts.strategy, parts.held_out),
         sinks=build_sinks(parts.strategy.args),
         tokenizer=parts.tokenizer,
         drift=drift_check(config, parts.policy),

@@ -11,7 +11,7 @@ import logging
 import random
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,15 +23,16 @@ from openrlhf_ext.algorithms import mean_entropies
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.checkpoints import Arrays, Checkpointer, DriverState, groups_from_plain, plain_groups
 from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
+from openrlhf_ext.driver.evaluation import Evaluation, HeldOut, evaluation_metrics, weight_versions
 from openrlhf_ext.driver.experience import Experience, ExperienceMaker, sequences_of
 from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepProfiler
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.records import StepRecorder
-from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, all_prompts, sampling_of
+from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts
 from openrlhf_ext.driver.settings import frozen_steps
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.ranks.policy import TrainingShard
-from openrlhf_ext.rollout.response import graded
+from openrlhf_ext.rollout.response import Response
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
@@ -53,7 +54,7 @@ class TrainingLoop:
     deadline: Deadline
     recorder: StepRecorder
     gauges: StepGauges
-    held_out: Iterable[Any] | None = None
+    held_out: Sequence[HeldOut] = ()
     sinks: Sequence[Any] = ()
     tokenizer: Any = None
     drift: DriftCheck | None = None
@@ -67,7 +68,9 @@ class TrainingLoop:
     _began: float = field(default=0.0, init=False)
     _ended: float = field(default=0.0, init=False)
     _waited_s: float = field(default=0.0, init=False)
+    _record: Mapping[str, float] = field(default_factory=dict, init=False)  # of the last step
     _no_gradient_said: bool = field(default=False, init=False)
+    _evaluation: Evaluation | None = field(default=None, init=False)  # beside training
     _finished: DriverState | None = field(default=None, init=False)  # after the last step that this process made
 
     def run(self) -> None:
@@ -150,10 +153,12 @@ class TrainingLoop:
         if not self.config.partial_rollouts:
             self.rollouts.drain()
         drained = time.perf_counter()
+        waited = self._finish_evaluation() if self._evaluation is not None else {}
         with self._limit(f"sending the weights of step {self.step}"):
             metrics = self.supervisor.repeat_until_sent(self._send)
         self.version = int(metrics["weight_sync/version"])
-        return metrics | {"time/wait_sync": drained - started, "time/sync": time.perf_counter() - started}
+        seconds = time.perf_counter() - started - waited.get("time/wait_eval", 0.0)
+        return metrics | waited | {"time/wait_sync": drained - started, "time/sync": seconds}
 
     def _send(self) -> dict[str, float]:
         self.sharing.wake_weights()
@@ -167,7 +172,7 @@ class TrainingLoop:
         metrics |= {"time/step": now - self._ended, "time/wait_rollouts": self._waited_s}
         restarts = sum(supervisor.restarts for supervisor in self._supervisors)
         metrics |= {"engines/restarts": restarts, "prompts/consumed": self.rollouts.prompts.drawn}
-        record = self.recorder.step(self.step, metrics, self._engine_stats())
+        self._record = record = self.recorder.step(self.step, metrics, self._engine_stats())
         if metrics.get("grad_norm") == 0.0 and not self._no_gradient_said:
             self._no_gradient_said = True
             logger.warning(
@@ -198,12 +203,16 @@ class TrainingLoop:
 
     def evaluate_and_save(self) -> None:
         """What is due after the step; neither is part of a step's time."""
-        evaluation = self.evaluate() if self._evaluation_due else None
+        evaluation = None
+        if self._evaluation_due and self.config.eval.async_enable:
+            self._start_evaluation()
+        elif self._evaluation_due:
+            evaluation = self.evaluate()
         if evaluation is not None:
             self._note_state()
         if self.checkpointer is not None:
             with self._limit(f"saving after step {self.step}"):
-                self.checkpointer.after_step(self.step, evaluation, self._state_to_save)
+                self.checkpointer.after_step(self.step, evaluation, self._state_to_save, self._record)
         self._ended = time.perf_counter()
 
     @property
@@ -225,6 +234,8 @@ class TrainingLoop:
         if self.checkpointer is not None:
             with self._limit("completing the last checkpoint"):
                 self.checkpointer.finish()
+        if self._evaluation is not None:
+            self._finish_evaluation()
         if self.recorder.last_evaluation != self.step:
             self.evaluate()
         if self.profiler is not None and (table := self.profiler.table()):
@@ -266,18 +277,63 @@ class TrainingLoop:
 
     def evaluate(self) -> dict[str, float] | None:
         """Samples every held-out prompt; accuracy is the mean of the reward function's ``scores``."""
-        if self.held_out is None:
+        if not self.held_out:
             return None
-        started, options = time.perf_counter(), self.config.eval
-        prompts = all_prompts(self.held_out)
-        sampling = sampling_of(self.config, options.temperature, options.top_p)
-        groups = self.rollouts.sample(prompts, options.n_samples_per_prompt, sampling, "evaluating")
+        evaluation = self._begun_evaluation()
+        answers = self.rollouts.sample_others(evaluation.all_requests, "evaluating")
         self._engine_stats()  # these do not count as a step's rollouts
-        logs = evaluation_metrics(groups) | {"time/eval": time.perf_counter() - started}
-        self.recorder.evaluation(self.step, logs)
+        return self._count(evaluation, answers)
+
+    def _begun_evaluation(self) -> Evaluation:
+        requests = [each.requests(self.config) for each in self.held_out]
+        return Evaluation(self.step, self.version, self.supervisor.restarts, requests)
+
+    def _start_evaluation(self) -> None:
+        """Has the engines evaluate the weights that they have now, while the next step is made."""
+        if self.held_out:
+            self._evaluation = self._begun_evaluation()
+            self.rollouts.ask_others(self._evaluation.all_requests)
+
+    def _finish_evaluation(self) -> dict[str, float]:
+        """Waits for the evaluation beside training, before the engines get other weights. The time that it takes is no
+        part of the step's."""
+        evaluation, self._evaluation = self._evaluation, None
+        if evaluation is None:
+            return {}
+        started = time.perf_counter()
+        doing = f"waiting for the evaluation of step {evaluation.step}"
+        answers = self.rollouts.await_others(evaluation.all_requests, doing, lambda: bool(self.guard.received))
+        if answers is None:  # what is left of the step has ckpt.grace_s
+            logger.warning("the evaluation of step %d is given up: the run was told to end", evaluation.step)
+            return {}
+        versions = {version for group in answers.values() for version in weight_versions(group)}
+        if versions <= {evaluation.version}:
+            self._count(evaluation, answers)
+        elif self.supervisor.restarts == evaluation.restarts:
+            raise AssertionError(
+                f"the evaluation of step {evaluation.step} is of weights {evaluation.version}, and has tokens of "
+                f"{sorted(versions)}"
+            )
+        else:  # an engine that takes the place of another one gets the policy's weights of now
+            logger.error("the evaluation of step %d is left out: an engine was replaced meanwhile", evaluation.step)
+        waited = time.perf_counter() - started
+        self._ended += waited
+        return {"time/wait_eval": waited}
+
+    def _count(self, evaluation: Evaluation, answers: Mapping[Any, list[Response]]) -> dict[str, float]:
+        sets, groups = [each.options for each in self.held_out], evaluation.groups(self.held_out, answers)
+        logs = evaluation_metrics(sets, groups, None if self.tokenizer is None else self._texts)
+        logs["time/eval"] = time.perf_counter() - evaluation.started
+        self.recorder.evaluation(evaluation.step, logs)
         for sink in self.sinks:
-            sink.log_eval(self.step, logs)
+            sink.log_eval(evaluation.step, logs)
         return logs
+
+    def _texts(self, responses: Sequence[Response]) -> list[str]:
+        """Of completions, from their first token on."""
+        starts = [len(response.tokens_S) - response.written for response in responses]
+        tokens = [response.tokens_S[start:].tolist() for response, start in zip(responses, starts, strict=True)]
+        return self.tokenizer.batch_decode(tokens)
 
     def measure_initial_entropy(self, prompts: Sequence[Prompt]) -> float:
         """Mean over completions of their mean token entropy, before training (``<H>_ini`` of gtpo_conflict), nats."""
@@ -313,7 +369,6 @@ class TrainingLoop:
             "in_flight": [vars(prompt) for prompt in in_flight],
             "experience": self.experience.state_dict(),
             "initial_entropy": self.initial_entropy,
-            "best_value": self.checkpointer.best_value if self.checkpointer is not None else None,
             "last_evaluation": self.recorder.last_evaluation,
             "random_states": {
                 "python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(),
@@ -327,9 +382,8 @@ class TrainingLoop:
         self.rollouts.restore(state["rollouts"], groups_from_plain(state["finished"], arrays), in_flight)
         self.step, self.initial_entropy = state["step"], state["initial_entropy"]
         self.experience.load_state_dict(state["experience"])
-        self.recorder.last_evaluation = state["last_evaluation"]
-        if self.checkpointer is not None:
-            self.checkpointer.best_value = state["best_value"]
+        # one that ended beside the next step is in the record, and not in the checkpoint
+        self.recorder.last_evaluation = max(self.recorder.last_evaluation, state["last_evaluation"])
         random.setstate(state["random_states"]["python"])
         np.random.set_state(state["random_states"]["numpy"])
         torch.set_rng_state(state["random_states"]["torch"])
@@ -342,32 +396,3 @@ class TrainingLoop:
     def _get(self, refs: list) -> list:
         """Waits for ranks, and looks after the rollouts meanwhile."""
         return self.deadline.get(refs, meanwhile=self.rollouts.pump)
-
-
-def evaluation_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Accuracy (mean of ``scores``) and its standard error over prompts, mean reward and length."""
-    responses = [response for group in groups for response in group.responses]
-    accuracy_P = torch.tensor([group.mean_score for group in groups], dtype=torch.float64)
-    return {
-        "eval/accuracy": float(accuracy_P.mean()),
-        "eval/accuracy_stderr": float(accuracy_P.std(correction=1) / len(groups) ** 0.5) if len(groups) > 1 else 0.0,
-        "eval/reward_mean": sum(graded(response.reward) for response in responses) / len(responses),
-        "eval/response_length_mean": sum(response.span for response in responses) / len(responses),
-        "eval/samples": float(len(responses)),
-        **_by_source(groups),
-    }
-
-
-def _by_source(groups: Sequence[Group]) -> dict[str, float]:
-    """OpenRLHF's names for held-out records of several ``datasource``: mean over the prompts of each of their best and
-    their mean score."""
-    sources = {source: [group for group in groups if group.prompt.source == source] for source in
-               sorted({group.prompt.source for group in groups})}  # fmt: skip
-    if len(sources) < 2:
-        return {}
-    metrics = {}
-    for source, own in sources.items():
-        best = [max(graded(response.score) for response in group.responses) for group in own]
-        metrics[f"eval_{source}_pass{len(own[0].responses)}"] = sum(best) / len(own)
-        metrics[f"eval_{source}_pass1"] = sum(group.mean_score for group in own) / len(own)
-    return metrics

@@ -15,7 +15,15 @@ from pathlib import Path
 
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation
 from openrlhf_ext.config.estimator import algorithm_name, algorithm_options, flag_options
-from openrlhf_ext.config.files import Wanted, dataset_refs, first_record, has_weights, is_hub_name, tokenizer_fault
+from openrlhf_ext.config.files import (
+    Wanted,
+    dataset_refs,
+    first_record,
+    has_weights,
+    inputs_of,
+    is_hub_name,
+    tokenizer_fault,
+)
 from openrlhf_ext.config.model_rules import model_violations
 from openrlhf_ext.config.rules import RESERVED_KEYS
 from openrlhf_ext.inputs import InputError, reading
@@ -65,7 +73,7 @@ def check_hub_data(config: RunConfig) -> None:
 
     violations = []
     for option in ("data.prompt_dataset", "eval.dataset"):
-        for ref in filter(lambda ref: is_hub_name(ref.path), dataset_refs(value_of(config, option) or "")):
+        for ref in filter(lambda ref: is_hub_name(ref.path), dataset_refs(inputs_of(config, option))):
             try:
                 with reading(ref.path, "from the hub"):
                     load_dataset_builder(ref.path)

@@ -171,7 +171,8 @@ def executor_factory(config: RunConfig) -> Callable[[], Any]:
         from openrlhf_ext.rewards.agent import make_agent_executor
 
         return make_agent_executor(agent, reward.timeout_s, reward.max_failures, reward.failure_value)
-    return make_executor(reward)
+    graders = (each.remote_url for each in config.eval.sets)
+    return make_executor(reward, dict.fromkeys(url for url in graders if url not in (None, reward.remote_url)))
 
 
 def start_policy(config: RunConfig, places: Reservation) -> RankGroup:

@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf_ext.reporting import EventLog, MetricsWriter, ProgressLine, SampleWriter, is_documented, write_figure
+from openrlhf_ext.reporting import (
+    EventLog,
+    MetricsWriter,
+    ProgressLine,
+    SampleWriter,
+    is_documented,
+    read_metrics,
+    write_figure,
+)
 
 if TYPE_CHECKING:
     pass
@@ -37,7 +45,8 @@ class StepRecorder:
         self.writer = MetricsWriter(metrics_path, resume_step, label=label)
         self.progress = ProgressLine(total_steps, label=label)
         self.skipped_overlong = skipped_overlong
-        self.last_evaluation = -1
+        evaluated = read_metrics(metrics_path) if resume_step else []
+        self.last_evaluation = max((r["step"] for r in evaluated if "eval/accuracy" in r), default=-1)
         self.events, self.samples = events or EventLog(), samples
         # counts of an earlier part of a resumed run are not known: its first step says nothing
         self._dropped = dict.fromkeys(_DROPPED, 0.0) if resume_step == 0 else {}

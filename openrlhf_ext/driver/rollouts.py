@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +40,9 @@ class FilterExhaustedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt that was drawn, ``number`` others before it; its text is sampled from, the reward function gets its
-    label. ``source``: what its record calls ``datasource``, of held-out prompts only."""
+    """One prompt that was drawn, ``number`` others before it (held-out ones: its place in the file, from 0); its text
+    is sampled from, the reward function gets its label. ``source``: what its record calls ``datasource``, of held-out
+    prompts only."""
 
     number: int
     text: str
@@ -81,11 +82,13 @@ class PromptStream:
         self._iterator = None
 
 
-def all_prompts(loader: Iterable[Any]) -> list[Prompt]:
-    """One pass over a loader."""
+def all_prompts(loader: Iterable[Any], places: Sequence[int] | None = None) -> list[Prompt]:
+    """One pass over a loader; ``places``: the prompts' numbers, from 0 on if they are not told."""
+    items = list(loader)
+    numbers = range(len(items)) if places is None else places
     return [
         Prompt(number, text, label, str(source))
-        for number, ((source,), (text,), (label,), _) in enumerate(loader)
+        for number, ((source,), (text,), (label,), _) in zip(numbers, items, strict=True)
     ]
 
 
@@ -143,9 +146,9 @@ class GroupRequests:
         """The longest time between two calls of ``answers`` in which engines that hang are noticed in time."""
         return self._watch.pause_s
 
-    def ask(self, key: Key, request: GroupRequest) -> None:
-        """Ask for a group; ``key`` comes back with it."""
-        self._backlog.append((key, request))
+    def ask(self, key: Key, request: GroupRequest, first: bool = False) -> None:
+        """Ask for a group, ``first``: in front of those that wait; ``key`` comes back with it."""
+        (self._backlog.appendleft if first else self._backlog.append)((key, request))
         self._deal()
 
     def answers(self, timeout_s: float) -> list[tuple[Key, list[Response]]]:
@@ -208,15 +211,16 @@ class GuidedRequests:
         self._sources = (policy, guide)
         self._parts: dict[Key, dict[int, list[Response]]] = {}  # of groups: what has come, by number of the source
 
-    def ask(self, key: Key, request: GroupRequest) -> None:
+    def ask(self, key: Key, request: GroupRequest, first: bool = False) -> None:
         policy, guide = self._sources
         of_guide = request.guide_samples
         of_policy = request.samples - of_guide
-        policy.ask(key, dataclasses.replace(request, samples=of_policy, guide_samples=0))
+        policy.ask(key, dataclasses.replace(request, samples=of_policy, guide_samples=0), first)
         if of_guide:
             self._parts[key] = {}
             seed = request.seed_of(of_policy)  # other seeds than those of the policy's completions
-            guide.ask(key, dataclasses.replace(request, samples=of_guide, guide_samples=0, seed=seed))
+            numbers = None if seed is None else (seed,)
+            guide.ask(key, dataclasses.replace(request, samples=of_guide, guide_samples=0, seed=numbers))
 
     def answers(self, timeout_s: float) -> list[tuple[Key, list[Response]]]:
         """Groups whose two parts have come, as ``GroupRequests.answers``."""
@@ -270,6 +274,7 @@ class Rollouts:
         self._again: list[Prompt] = []  # in flight when the checkpoint was written
         self._finished: list[Group] = []
         self._others: dict[tuple[str, int], list[Response]] = {}  # of evaluations
+        self._awaited: set[tuple[str, int]] = set()
         self._batches_wanted = 0
         self._filtered_for_batch = 0
         self._exhausted = False
@@ -344,7 +349,7 @@ class Rollouts:
         self, prompt: Prompt, samples: int, sampling: Sampling, purpose: int, guide_samples: int = 0
     ) -> GroupRequest:
         train = self._config.train
-        seed = derived_seed(train.seed, purpose, prompt.number) if train.full_determinism_enable else None
+        seed = (derived_seed(train.seed, purpose, prompt.number),) if train.full_determinism_enable else None
         return GroupRequest(prompt.text, prompt.label, samples, sampling, seed, guide_samples)
 
     def _tell(self, groups: int, wanted: int, tokens: int, started: float) -> None:
@@ -358,6 +363,7 @@ class Rollouts:
             tokens += sum(response.sampled for response in responses)
             if isinstance(key, tuple):
                 self._others[key] = responses
+                self._awaited.discard(key)
                 continue
             group = Group(self._in_flight.pop(key), responses)
             if self._is_kept(group):
@@ -389,17 +395,39 @@ class Rollouts:
     # ---- other prompts ----------------------------------------------------------------------------------------------
 
     def sample(self, prompts: Sequence[Prompt], samples: int, sampling: Sampling, doing: str) -> list[Group]:
-        """Groups of prompts that are not trained on, by the policy, in their order; training's go on beside them.
-        Raises DeadlineExceeded: with ``rollout.timeout_s``."""
-        keys = [(doing, prompt.number) for prompt in prompts]
+        """Groups of prompts that are not trained on, by the policy, in their order; see :meth:`sample_others`."""
+        requests = {(doing, prompt.number): self._request(prompt, samples, sampling, _OTHER) for prompt in prompts}
+        answers = self.sample_others(requests, doing)
+        return [Group(prompt, answers[key]) for prompt, key in zip(prompts, requests, strict=True)]
+
+    def sample_others(self, requests: Mapping[tuple[str, int], GroupRequest], doing: str) -> dict[Any, list[Response]]:
+        """The answers to requests that are not for training, by the policy; training's go on beside them. Raises
+        DeadlineExceeded: with ``rollout.timeout_s``."""
         with self._deadline.limit(self._timeout_s, doing, "rollout.timeout_s"), self._with_engines(lambda: False):
-            for key, prompt in zip(keys, prompts, strict=True):
-                self._requests.ask(key, self._request(prompt, samples, sampling, _OTHER))
+            self.ask_others(requests)
+            answers = self.await_others(requests.keys(), doing)
+        assert answers is not None  # nobody gave it up
+        return answers
+
+    def ask_others(self, requests: Mapping[tuple[str, int], GroupRequest]) -> None:
+        """Asks for what is not for training, in front of all that still waits for an engine."""
+        self._awaited |= requests.keys()
+        for key in reversed(list(requests)):
+            self._requests.ask(key, requests[key], first=True)
+
+    def await_others(
+        self, keys: Collection[tuple[str, int]], doing: str, give_up: Callable[[], bool] = lambda: False
+    ) -> dict[Any, list[Response]] | None:
+        """The answers to what was asked for; None if it was given up. Raises DeadlineExceeded: with
+        ``rollout.timeout_s``."""
+        with self._deadline.limit(self._timeout_s, doing, "rollout.timeout_s"):
             started, have = time.monotonic(), 0
-            while len(self._others) < len(keys):
+            while self._awaited:
+                if give_up():
+                    return None
                 have += self._collect(min(self._deadline.remaining, _LOOK_S))
                 self._tell(len(self._others), len(keys), have, started)
-        return [Group(prompt, self._others.pop(key)) for key, prompt in zip(keys, prompts, strict=True)]
+        return {key: self._others.pop(key) for key in keys}
 
     # ---- records and checkpoints ------------------------------------------------------------------------------------
 

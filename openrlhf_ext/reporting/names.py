@@ -30,6 +30,9 @@ METRICS = (
         "mean score over the completions of the step (`scores` of the reward function): with scores of 0 and 1 the "
         "share of right ones"),
     Metric("entropy/mean", "nats", "mean over completion tokens of the policy's entropy at the rollout temperature"),
+    Metric("entropy/completion_mean", "nats",
+        "mean over completions of their mean token entropy, as Simoni et al. plot it against ln 2 (0.693), above which "
+        "they filter completions; long completions count no more than short ones, in `entropy/mean` they do"),
     Metric("response/length_mean", "tokens", "mean completion length, end-of-sequence token included"),
     Metric("response/truncated_rate", "fraction", "completions that reached the length limit"),
     Metric("kl/rollout", "nats",
@@ -164,17 +167,35 @@ METRICS = (
     Metric("offload/seconds", "s", "rank 0: moving states to host memory"),
     Metric("offload/reload_seconds", "s", "rank 0: moving them back"),
     Metric("tokens/generated", "tokens", "completion tokens generated in the step"),
-    Metric("eval/accuracy", "fraction", "mean score over the sampled completions of the held-out prompts"),
+    Metric("eval/accuracy", "fraction",
+        "mean score over the sampled completions of the held-out prompts; this and the following are those of the only "
+        "set without a name: of named sets each has them as `eval/NAME/accuracy` and so on, and `eval/accuracy`, "
+        "`eval/reward_mean` and `eval/response_length_mean` are means over the sets, each of the same weight"),
     Metric("eval/accuracy_stderr", "fraction", "standard error of `eval/accuracy` over prompts; 0 for a single prompt"),
     Metric("eval/response_length_mean", "tokens", "mean completion length on the held-out prompts"),
     Metric("eval/reward_mean", "reward", "mean reward on the held-out prompts"),
     Metric("eval/samples", "completions", "completions sampled for the evaluation"),
+    Metric("eval/pass@*", "fraction",
+        "`eval/pass@K`, K = powers of two up to n samples: chance that one of K samples is right (score of at least "
+        "1), by the unbiased formula, mean over prompts"),
+    Metric("eval/maj@*", "fraction",
+        "`eval/maj@K`: chance that the most frequent answer of K samples is right; only of completions that state "
+        "answers (`<answer>`, `\\boxed{}`, `####`), which are equal votes if their normalized texts are"),
+    Metric("eval/length_right", "tokens", "mean length of the right completions; missing if there are none"),
+    Metric("eval/length_wrong", "tokens", "the same of the wrong ones"),
+    Metric("eval/entropy_right", "nats",
+        "minus the mean log-prob that the tokens of right completions were sampled with: an estimate of the entropy of "
+        "the distribution that was sampled from (temperature and nucleus of the evaluation); missing at temperature 0"),
+    Metric("eval/entropy_wrong", "nats", "the same of the wrong ones"),
+    Metric("eval/*", "see above", "of each named set: `eval/NAME/accuracy`, `eval/NAME/pass@K` and so on"),
     Metric("eval_*", "fraction",
-        "for held-out records of several `datasource`, of each the mean over prompts of the best of N scores and of "
-        "their mean: `eval_NAME_passN`, `eval_NAME_pass1`"),
+        "of a set without a name, for held-out records of several `datasource`: of each the mean over prompts of the "
+        "best of N scores and of their mean: `eval_NAME_passN`, `eval_NAME_pass1`"),
     Metric("eval/loss", "nats", "supervised fine-tuning: `loss/sft` of the held-out examples"),
     Metric("tokens/trained", "tokens", "supervised fine-tuning: tokens of the step that are trained on"),
     Metric("time/eval", "s", "the evaluation; not part of `time/step`"),
+    Metric("time/wait_eval", "s",
+        "`eval.async_enable`: the weight sync waited for the evaluation of an earlier step; not part of `time/step`"),
     Metric("reward_log/*", "the function's", "mean of each key the reward function returns in `extra_logs`"),
     Metric("algorithm/groups", "groups", "prompts whose completions were shaped in the step"),
     Metric("algorithm/degenerate_groups", "fraction",
@@ -200,6 +221,16 @@ METRICS = (
         "gtpo_conflict: completion tokens in the conflict span from the start"),
     Metric("algorithm/conflict_backward", "fraction",
         "gtpo_conflict: completion tokens in the conflict span towards the end"),
+    Metric("conflict/mean", "tokens",
+        "gtpo_conflict: mean over completions of the number of tokens in a conflict span, of either direction (Simoni "
+        "et al., fig. 5b)"),
+    Metric("conflict/prefix_advantage", "1",
+        "mean of sum A_i / |o_i| over the completions of a prompt that begin with the same token, of those beginnings "
+        "that completions with positive and with negative advantage share: the weight that GRPO's gradient gives to "
+        "what they share (Simoni et al., eq. 6); missing if there are none"),
+    Metric("conflict/prefix_penalized", "fraction",
+        "share of these beginnings where that sum is negative: good completions are the longer ones, and their "
+        "beginning is made less likely"),
     Metric("algorithm/filtered_completions", "fraction", "gtpo_conflict: completions removed by the entropy filter"),
     Metric("algorithm/initial_entropy", "nats",
         "gtpo_conflict: mean over completions of their mean token entropy, before training (step 0)"),

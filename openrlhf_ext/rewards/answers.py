@@ -4,9 +4,15 @@ fractions; other answers as normalized text. Symbolic equality is not attempted.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Literal
 
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
+_LINE = re.compile(r"answer\s*:[ \t]*(\S[^\n]*)", re.IGNORECASE)
+_LINE_CHARACTERS = 300
+Stated = Literal["any", "tagged", "line"]
+"""Where a completion states its answer."""
 _HASHES = re.compile(r"####[ \t]*(.+)")
 _LONGEST_NUMBER = 1000  # characters; Python refuses to convert much longer ones
 _BOXED = "\\boxed{"
@@ -36,6 +42,37 @@ def extract_answer(text: str) -> str | None:
     if hashed := _HASHES.findall(text):
         return _nonempty(hashed[-1])
     return None
+
+
+def answer_alone(text: str, where: Stated) -> str:
+    """A completion's answer as ``<answer>...</answer>``, "" if it states none there; the completion itself if it may
+    stand anywhere. ``tagged``: in the last ``<answer>``. ``line``: behind the last ``Answer:``, see
+    :func:`answer_line`."""
+    if where == "any":
+        return text
+    tagged = _TAG.findall(text)
+    stated = answer_line(text) if where == "line" else _nonempty(tagged[-1]) if tagged else None
+    return "" if stated is None else f"<answer>{stated}</answer>"
+
+
+def answer_line(text: str) -> str | None:
+    """What follows the last ``Answer:`` in the last 300 characters, up to the end of its line, as verl's ``math_dapo``
+    looks for it; of a boxed answer, what is in the box."""
+    found = _LINE.findall(text[-_LINE_CHARACTERS:])
+    if not found:
+        return None
+    stated = found[-1].strip()
+    return extract_answer(stated) or stated
+
+
+def stated_answers(texts: Sequence[str], correct: Sequence[bool]) -> list[tuple[bool, str] | None]:
+    """What each completion of a problem votes for, by text alone: None = it states no answer. All correct ones vote for
+    one answer, since each equals the label; wrong ones for their :func:`normalized` text."""
+    votes: list[tuple[bool, str] | None] = []
+    for text, is_correct in zip(texts, correct, strict=True):
+        answer = extract_answer(text)
+        votes.append(None if answer is None else (is_correct, "" if is_correct else normalized(answer)))
+    return votes
 
 
 def answers_equal(first: str, second: str) -> bool:

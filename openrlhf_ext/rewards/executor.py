@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
@@ -255,12 +255,34 @@ def _without_end(completion: Any) -> list[int]:
     return list(completion.token_ids)[: -1 if by_token else None]
 
 
-def make_executor(options: Reward) -> Callable[[], GradedSingleTurnExecutor]:
+class SeveralGraders:
+    """The executors of graders by their name, of which a request names one (``GroupRequest.grader``)."""
+
+    def __init__(self, executors: Mapping[str | None, GradedSingleTurnExecutor]) -> None:
+        self._executors = executors
+
+    async def respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> list[Response]:
+        """See :class:`GradedExecutor`."""
+        return await self._executors[request.grader].respond(request, tokenizer, engine)
+
+    def take_failures(self) -> list[str]:
+        return [message for executor in self._executors.values() for message in executor.take_failures()]
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(executor.aclose() for executor in self._executors.values()))
+
+
+def make_executor(options: Reward, more: Iterable[str] = ()) -> Callable[[], Any]:
     """A picklable factory that builds the executor inside the rollout engine's process; without ``reward.remote_url``
-    one that does not grade. Raises ValueError."""
-    if options.remote_url is not None:
-        open_grader(options)  # a wrong address fails here, not inside a Ray actor
-    return partial(_build_executor, options)
+    one that does not grade. ``more``: graders beside it, which requests name. Raises ValueError."""
+    graders: dict[str | None, Reward] = {None: options}
+    graders |= {address: options.model_copy(update={"remote_url": address}) for address in more}
+    for each in graders.values():
+        if each.remote_url is not None:
+            open_grader(each)  # a wrong address fails here, not inside a Ray actor
+    if len(graders) == 1:
+        return partial(_build_executor, options)
+    return partial(_build_several, graders)
 
 
 def open_grader(options: Reward) -> Grader:
@@ -274,6 +296,10 @@ def open_grader(options: Reward) -> Grader:
         "--reward.remote_url must be one Python file (.py) or http(s) addresses separated by commas, got "
         f"{redacted(addresses)}"
     )
+
+
+def _build_several(graders: Mapping[str | None, Reward]) -> SeveralGraders:
+    return SeveralGraders({name: _build_executor(options) for name, options in graders.items()})
 
 
 def _build_executor(options: Reward) -> GradedSingleTurnExecutor:

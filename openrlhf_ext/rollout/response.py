@@ -109,18 +109,20 @@ class Sampling:
 @dataclass(frozen=True)
 class GroupRequest:
     """One prompt, of which ``samples`` graded completions are wanted; an engine makes all that it is asked for, a
-    guide's the ``guide_samples`` (``driver.rollouts.GuidedRequests``). ``seed`` None: the engine's own random
-    numbers."""
+    guide's the ``guide_samples`` (``driver.rollouts.GuidedRequests``). ``seed``: numbers from which, with its own, that
+    of a completion is derived; None: the engine's own random numbers. ``grader``: as reward.remote_url, None = the
+    run's."""
 
     prompt: str
     label: Any
     samples: int
     sampling: Sampling
-    seed: int | None = None
+    seed: tuple[int, ...] | None = None
     guide_samples: int = 0
+    grader: str | None = None
 
     def seed_of(self, sample: int) -> int | None:
-        return None if self.seed is None else derived_seed(self.seed, sample)
+        return None if self.seed is None else derived_seed(*self.seed, sample)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def test_the_newest_n_and_the_best_are_kept(tmp_path):
         save(store, step)
         (tmp_path / f"global_step{step}_hf").mkdir()
         if step == 1:
-            store.mark_best(1, "eval/accuracy", 0.5)
+            store.mark_best({"step": 1, "metric": "eval/accuracy", "value": 0.5})
     for step in (11, 12):
         save(store, step)
     assert names(store) == [
@@ -90,7 +90,7 @@ def test_a_new_run_finds_no_checkpoints_of_another(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     for number in (1, 2):
         save(store, 1)
-        store.mark_best(1, "eval/accuracy", 0.1)
+        store.mark_best({"step": 1, "metric": "eval/accuracy", "value": 0.1})
         assert store.set_aside_all() == tmp_path / f"superseded.{number}"
         assert store.checkpoints() == [] and store.best() is None
     assert names(store) == ["metrics.jsonl", "superseded.1", "superseded.2"]
@@ -157,5 +157,5 @@ def test_a_best_json_that_cannot_be_used_is_named_and_stops_no_save(tmp_path, ca
         save(store, step)
     assert f"{tmp_path}/best.json" in caplog.text and "is moved to" in caplog.text
     assert names(store) == ["best.json.superseded.1", "global_step2"] and store.best() is None
-    store.mark_best(2, "m", 0.5)
+    store.mark_best({"step": 2, "metric": "m", "value": 0.5})
     assert store.best() == {"step": 2, "metric": "m", "value": 0.5}

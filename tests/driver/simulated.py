@@ -101,7 +101,7 @@ class Requests:
     def __len__(self) -> int:
         return len(self.waiting) + len(self._finished)
 
-    def ask(self, key: Key, request: GroupRequest) -> None:
+    def ask(self, key: Key, request: GroupRequest, first: bool = False) -> None:
         self.asked.append(key)
         self.waiting[key] = request, self.version
 

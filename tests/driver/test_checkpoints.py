@@ -105,7 +105,6 @@ def test_the_best_is_saved_when_it_is_found_and_kept(tmp_path, ranks):
     run(checkpointer, {1: 0.1, 3: 0.5, 7: 0.5, 9: 0.4}, last=11)
     assert steps(tmp_path) == ["best.json", "global_step10", "global_step10_hf", "global_step3", "global_step3_hf"]
     assert checkpointer.store.best() == {"step": 3, "metric": "eval/accuracy", "value": 0.5}
-    assert checkpointer.best_value == 0.5
 
 
 def test_a_kill_before_the_best_is_noted_does_not_cost_it(tmp_path, ranks, monkeypatch):
@@ -230,3 +229,29 @@ def test_a_failed_background_save_surfaces_and_leaves_nothing(tmp_path, ranks):
     with pytest.raises(CheckpointError, match="No space left"):
         checkpointer.after_step(3, None, lambda: ({}, {}))
     assert steps(tmp_path) == []
+
+
+def test_the_best_of_training_are_chosen_among_the_saved_steps_and_a_resumed_run_keeps_them(tmp_path, ranks):
+    given = {"save_steps": 2, "max_num": 1, "best_metric_key": "accuracy/mean", "keep_best": 2}
+    accuracies = {2: 0.2, 3: 0.9, 4: 0.6, 6: 0.4, 8: 0.1, 10: 0.1}
+
+    def go_on(checkpointer: Checkpointer, *steps: int) -> None:
+        for step in steps:
+            checkpointer.after_step(step, None, lambda: ({}, {}), {"accuracy/mean": accuracies[step]})
+
+    go_on(make(tmp_path, **given), 2, 3, 4, 6)
+    names = ["best.json", "global_step2", "global_step4", "global_step6"]
+    assert steps(tmp_path) == names, "step 3 is not saved; 2 is the newest besides the best"
+    resumed = make(tmp_path, **given)
+    resumed.store.recover_best(tmp_path / "global_step6")
+    go_on(resumed, 8, 10)
+    assert steps(tmp_path) == ["best.json", "global_step10", "global_step4", "global_step6"]
+    best = {"step": 4, "metric": "accuracy/mean", "value": 0.6, "next": [{"step": 6, "value": 0.4}]}
+    assert resumed.store.best() == best and read_manifest(tmp_path / "global_step10").about["best"] == best
+
+
+def test_the_best_by_another_metric_do_not_count(tmp_path, ranks):
+    run(make(tmp_path, best_metric_key="eval/accuracy"), {1: 0.9}, last=1)
+    other = make(tmp_path, best_metric_key="accuracy/mean", save_steps=1)
+    other.after_step(2, None, lambda: ({}, {}), {"accuracy/mean": 0.1})
+    assert other.store.best() == {"step": 2, "metric": "accuracy/mean", "value": 0.1}

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from openrlhf_ext.algorithms import RolloutBatch, segments
+from openrlhf_ext.algorithms import RolloutBatch, get_algorithm, segments
 from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.driver import gauges
 from openrlhf_ext.driver.gauges import (
     DEFAULT_BAND,
     StepGauges,
+    batch_metrics,
+    conflict_gauges,
     correction_band,
     guide_agreement,
     guide_gauges,
@@ -211,3 +213,43 @@ def test_a_step_is_measured_and_its_slowest_rank_named_once(monkeypatch, caplog)
     message, other = caplog.messages
     assert "policy rank 0 on" in other
     assert "policy rank 1 on node1 is the slowest: 10.0 s of its own in this step, 1.7 times the mean" in message
+
+
+# ---- as Simoni et al. draw them
+
+
+def four_completions(rewards: list[float], firsts: list[int]) -> RolloutBatch:
+    """Of one prompt, 1 to 4 tokens long; entropies are 0.1 times the length."""
+    lengths = torch.tensor([1, 2, 3, 4])
+    tokens = [token for count, first in enumerate(firsts) for token in [first] + [9] * count]
+    entropies = torch.cat([torch.full((count,), 0.1 * count) for count in lengths.tolist()])
+    return RolloutBatch(
+        tokens=torch.tensor(tokens), lengths=lengths, rewards=torch.tensor(rewards).double(),
+        group_ids=torch.zeros(4, dtype=torch.long), old_logprobs=torch.zeros(10), entropies=entropies,
+    )  # fmt: skip
+
+
+def test_the_mean_of_means_of_entropy_counts_every_completion_the_same():
+    metrics = batch_metrics(four_completions([0, 0, 0, 1], [5] * 4))
+    assert metrics["entropy/completion_mean"] == pytest.approx(0.25)
+    assert metrics["entropy/mean"] == pytest.approx(0.3), "long ones count more"
+
+
+def test_a_shared_beginning_is_punished_where_good_completions_are_the_longer_ones():
+    nothing = SimpleNamespace(of_tokens={}, of_rows={})
+    # the good completion is the longest: A = (-0.5, -0.5, -0.5, 1.5), over 1, 2, 3, 4 tokens
+    found = conflict_gauges(four_completions([0, 0, 0, 1], [5] * 4), nothing)
+    assert found["conflict/prefix_advantage"] == pytest.approx(-0.5 * (1 + 1 / 2 + 1 / 3) + 1.5 / 4)
+    assert found["conflict/prefix_penalized"] == 1.0 and "conflict/mean" not in found
+    # two beginnings: 5 with A = (-0.5, 1.5) over 2 and 4 tokens, 6 with bad ones only
+    found = conflict_gauges(four_completions([0, 0, 0, 1], [6, 5, 6, 5]), nothing)
+    assert found["conflict/prefix_advantage"] == pytest.approx(-0.5 / 2 + 1.5 / 4)
+    assert found["conflict/prefix_penalized"] == 0.0 and all(map(is_documented, found))
+    assert conflict_gauges(four_completions([1, 1, 1, 1], [5] * 4), nothing) == {}
+
+
+def test_mean_conflict_is_the_number_of_tokens_in_either_span():
+    batch = four_completions([0, 0, 1, 1], [5, 5, 5, 5])
+    found = conflict_gauges(batch, get_algorithm("gtpo_conflict").shape(batch))
+    # from the front 5, 59, 59, 59 are shared by good and bad ones; from the back nothing, 9, 9, 9
+    assert found["conflict/mean"] == (1 + 2 + 3 + 3) / 4

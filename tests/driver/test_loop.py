@@ -17,13 +17,16 @@ from safetensors.numpy import load_file, save_file
 from openrlhf_ext.checkpoints.files import read_plain, write_plain
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import data, job
+from openrlhf_ext.driver.evaluation import HeldOut
 from openrlhf_ext.driver.experience import Experience
-from openrlhf_ext.driver.loop import TrainingLoop, evaluation_metrics
-from openrlhf_ext.driver.rollouts import Group, Prompt, PromptStream, Rollouts, all_prompts
+from openrlhf_ext.driver.loop import TrainingLoop
+from openrlhf_ext.driver.rollouts import Group, PromptStream, Rollouts, all_prompts
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.megatron.step.batch import LogprobEntropy
-from openrlhf_ext.reporting import EventLog, is_documented
-from tests.driver.simulated import Loader, Requests, options, response
+from openrlhf_ext.options.sections import HeldOutSet
+from openrlhf_ext.reporting import EventLog
+from openrlhf_ext.rollout.response import derived_seed
+from tests.driver.simulated import Loader, Requests, options
 
 
 class Ready(Deadline):
@@ -34,6 +37,12 @@ class Ready(Deadline):
         if meanwhile is not None:
             meanwhile()
         return refs
+
+
+def held_out(name: str = "", samples: int = 3, **options: Any) -> HeldOut:
+    """Two prompts."""
+    given = {"paths": "h", "temperature": 0.6, "top_p": 1.0, "max_new_tokens": None, "remote_url": None, **options}
+    return HeldOut(HeldOutSet(name=name, n_samples_per_prompt=samples, **given), all_prompts(Loader(2, first=100)))
 
 
 class World:
@@ -67,9 +76,9 @@ class World:
                 writer=SimpleNamespace(write=lambda *record: self.told.append(record)),
             ),
             gauges=SimpleNamespace(collect=lambda batch, metrics: {}),
-            held_out=Loader(2, first=100),
+            held_out=[held_out()],
             checkpointer=SimpleNamespace(
-                after_step=self.save, finish=lambda: self.told.append("finish"), best_value=0, poll=lambda: None,
+                after_step=self.save, finish=lambda: self.told.append("finish"), poll=lambda: None,
                 save_before_the_end=lambda state, timeout_s: self.saved_last.append((state, timeout_s)),
             ),
         )  # fmt: skip
@@ -119,7 +128,8 @@ class World:
         self.loop.recorder.last_evaluation = step
         self.told.append(f"evaluate {step}")
 
-    def save(self, step: int, evaluation: dict | None, state: Any) -> None:
+    def save(self, step: int, evaluation: dict | None, state: Any, record: dict | None) -> None:
+        assert record is not None and "time/step" in record
         self.saved[step] = state()
         self.told.remove("room")
         self.told.append(f"save {step} {'after its evaluation' if evaluation else 'alone'}")
@@ -245,35 +255,77 @@ def test_a_sync_waits_for_groups_in_flight_unless_rollouts_are_partial(partial: 
 
 
 def test_evaluation_samples_as_its_own_options_say() -> None:
-    world = World(eval={"n_samples_per_prompt": 3, "temperature": 0.2, "top_p": 0.7}, rollout={"top_p": 0.9})
+    world = World(rollout={"top_p": 0.9})
     asked = []
     ask = world.requests.ask
-    world.requests.ask = lambda key, request: (asked.append(request), ask(key, request))
+    world.requests.ask = lambda key, request, first: (asked.append(request), ask(key, request, first))
+    options = {"temperature": 0.2, "top_p": 0.7, "max_new_tokens": 3, "remote_url": "own.py"}
+    world.loop.held_out = [held_out(samples=2, **options), held_out("b", samples=1)]
     world.loop.evaluate()
-    assert {(request.sampling.temperature, request.sampling.top_p) for request in asked} == {(0.2, 0.7)}
+    assert {
+        (each.samples, each.sampling.temperature, each.sampling.top_p, each.sampling.max_new_tokens, each.grader)
+        for each in asked
+    } == {(2, 0.2, 0.7, 3, "own.py"), (1, 0.6, 1.0, 4, None)}
 
 
-def test_held_out_accuracy_is_over_prompts() -> None:
-    groups = [
-        Group(Prompt(i, "p", ""), [response("p", 0, 0, score) for score in scores])
-        for i, scores in enumerate([(1.0, 0.0), (1.0, 1.0)])
-    ]
-    metrics = evaluation_metrics(groups)
-    assert metrics["eval/accuracy"] == 0.75 and metrics["eval/samples"] == 4
-    assert all(map(is_documented, metrics))
-    assert metrics["eval/accuracy_stderr"] == pytest.approx(0.25) and metrics["eval/response_length_mean"] == 2
+def test_seeds_of_an_evaluation_are_those_of_the_command() -> None:
+    """Of train.seed, the prompt's place in the file and the sample, whatever the step."""
+    (request, other) = held_out().requests(options(more={"train": {"seed": 7}})).values()
+    assert [request.seed_of(1), other.seed_of(0)] == [derived_seed(7, 0, 1), derived_seed(7, 1, 0)]
+    assert [prompt.number for prompt in all_prompts(Loader(2), [3, 5])] == [3, 5]
 
 
-def test_held_out_sources_are_told_apart_by_openrlhfs_names() -> None:
-    groups = [
-        Group(Prompt(i, "p", "", source), [response("p", 0, 0, score) for score in scores])
-        for i, (source, scores) in enumerate([("aime", (1.0, 0.0)), ("aime", (0.0, 0.0)), ("amc", (1.0, 1.0))])
-    ]
-    metrics = evaluation_metrics(groups)
-    named = {name: value for name, value in metrics.items() if name.startswith("eval_")}
-    assert named == {"eval_aime_pass2": 0.5, "eval_aime_pass1": 0.25, "eval_amc_pass2": 1.0, "eval_amc_pass1": 1.0}
-    assert all(map(is_documented, metrics))
-    assert [prompt.source for prompt in all_prompts(Loader(2))] == ["source", "source"]
+class Streaming(World):
+    """The evaluation of step 1 is asked for beside training; the test says when its groups are there."""
+
+    def __init__(self) -> None:
+        super().__init__(train={"max_staleness": 1}, eval={"steps": 1, "async_enable": True})
+        self.counted: list[int] = []
+        self.requests.at_once = False
+        self.loop.recorder.evaluation = lambda step, logs: self.counted.append(step)
+        ask = self.requests.ask
+
+        def asked(key: Any, request: Any, first: bool = False) -> None:
+            ask(key, request, first)
+            if not isinstance(key, tuple):
+                self.requests.finish(key)
+
+        self.requests.ask = asked
+
+    def evaluations(self) -> list[Any]:
+        return [key for key in self.requests.waiting if isinstance(key, tuple)]
+
+
+def test_an_evaluation_beside_training_is_of_one_version_and_no_part_of_a_step() -> None:
+    world = Streaming()
+    world.loop.checkpointer, world.loop.step, world.loop._ended = None, 1, time.perf_counter()
+    world.loop.evaluate_and_save()
+    assert len(world.evaluations()) == 2 and world.counted == [], "asked for, and training goes on"
+    ended = world.loop._ended
+    world.requests.finish(*world.evaluations())
+    world.loop.step = 2
+    measured = world.loop.publish()
+    assert world.counted == [1] and world.told[-1] == "send_weights", "recorded with its step, before the weights go"
+    assert world.loop._ended == pytest.approx(ended + measured["time/wait_eval"])
+    assert "time/wait_eval" not in world.loop.publish()
+
+
+def test_an_evaluation_of_two_versions_is_an_error_unless_an_engine_was_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for replaced in (False, True):
+        world = Streaming()
+        world.loop.checkpointer = None
+        world.loop.evaluate_and_save()
+        world.requests.version = 1
+        world.requests.finish(*world.evaluations())
+        world.loop.supervisor.restarts += replaced
+        if replaced:
+            world.loop.publish()
+            assert "is left out: an engine was replaced" in caplog.text and world.counted == []
+        else:
+            with pytest.raises(AssertionError, match=r"is of weights 0, and has tokens of \[0, 1\]"):
+                world.loop.publish()
 
 
 def test_the_algorithm_gets_the_initial_entropy_and_a_resumed_run_keeps_it(
@@ -326,7 +378,7 @@ def half_loop(requests: Requests) -> TrainingLoop:
     others = dict.fromkeys(("policy", "supervisor", "sharing", "gauges"))
     return TrainingLoop(
         config=how, rollouts=Rollouts(stream, requests, how, Deadline()), experience=Maker(), deadline=Deadline(),
-        step=7, initial_entropy=0.61, checkpointer=SimpleNamespace(best_value=0.5),
+        step=7, initial_entropy=0.61,
         recorder=SimpleNamespace(last_evaluation=6), **others,
     )  # fmt: skip
 
@@ -349,10 +401,10 @@ def test_the_driver_continues_where_it_was_and_no_group_is_lost_or_used_twice(tm
 
     again = Requests(at_once=True)
     fresh = half_loop(again)
-    fresh.step, fresh.initial_entropy, fresh.recorder.last_evaluation, fresh.checkpointer.best_value = 0, None, -1, None
+    fresh.step, fresh.initial_entropy, fresh.recorder.last_evaluation = 0, None, -1
     fresh.restore(state, arrays)
     assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == expected
-    assert (fresh.step, fresh.initial_entropy, fresh.checkpointer.best_value) == (7, 0.61, 0.5)
+    assert (fresh.step, fresh.initial_entropy) == (7, 0.61)
     assert fresh.recorder.last_evaluation == 6
     assert fresh.experience.state == {"batches": 7, "kl": {"value": 0.25}}
     assert fresh.rollouts.dropped == {"filtered": 1, "late": 0}

@@ -92,7 +92,7 @@ def test_the_best_is_that_of_the_checkpoint_the_run_goes_on_from(tmp_path, store
         write_file(folder, "groups.safetensors", [save_arrays(arrays)]),
     )  # fmt: skip
     store.commit(Manifest(11, files, {"best": best}))
-    store.mark_best(1, "eval/accuracy", 0.1)
+    store.mark_best({"step": 1, "metric": "eval/accuracy", "value": 0.1})
     ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
     resumed = checkpoints.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": None})
     assert resumed.step == 11 and store.best() == best and resumed.arrays["tokens"].tolist() == [0, 1, 2]
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_an_earlier_release_is_refused_with_the_remedy(tmp_path,
 
 def test_other_prompts_are_refused():
     def fingerprint(*prompts):
-        return PromptData(SimpleNamespace(prompts=list(prompts), labels=["x"] * len(prompts)), 0).fingerprint
+        return PromptData(SimpleNamespace(prompts=list(prompts), labels=["x"] * len(prompts)), 0, []).fingerprint
 
     first = fingerprint("a", "b")
     resumed = checkpoints.Resumed(Path("/runs/global_step3"), 3, {"prompts": first}, {})

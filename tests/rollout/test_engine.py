@@ -259,7 +259,7 @@ def test_samples_do_not_depend_on_the_order_of_prompts(rig: Rig) -> None:
 
 
 def group_request(prompt: str, samples: int, tokens: int | None, seed: int | None = None) -> GroupRequest:
-    return GroupRequest(prompt, "", samples, Sampling(1.0, 1.0, tokens, 64), seed)
+    return GroupRequest(prompt, "", samples, Sampling(1.0, 1.0, tokens, 64), None if seed is None else (seed,))
 
 
 def test_groups_come_from_the_executor_and_its_time_is_told_apart(rig: Rig) -> None:

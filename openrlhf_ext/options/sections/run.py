@@ -1,4 +1,4 @@
-"""The run itself: data, training steps, evaluation, checkpoints, logs."""
+"""The run itself: data, training steps, checkpoints, logs."""
 
 from __future__ import annotations
 
@@ -105,26 +105,11 @@ class Train(Section):
                 "them out, or set train.max_staleness to at least 1")
 
 
-class Eval(Section):
-    """Evaluation during training."""
-
-    needs = {"eval.dataset": ("steps", "split", "temperature", "top_p", "n_samples_per_prompt")}
-
-    steps: Interval = option(-1, "training steps between evaluations of eval.dataset, -1 = none during training")
-    dataset: str | None = option(None, "evaluation prompts; same forms as data.prompt_dataset", path="input")
-    split: str = option("train", "split of eval.dataset")
-    temperature: Float = option(0.6, "temperature of sampling in evaluation", ge=0)
-    top_p: Float = added(1.0, "nucleus of sampling in evaluation; OpenRLHF's is rollout.top_p", gt=0, le=1)
-    n_samples_per_prompt: Int = option(4, "responses per prompt in evaluation (pass@n)", ge=1, le=2**16)
-
-
-EVALUATION_METRICS = ("eval/accuracy", "eval/reward_mean", "eval/response_length_mean")
-
-
 class Ckpt(Section):
     """What is kept on disk."""
 
     needs = {"ckpt.save_steps!=-1 | ckpt.best_metric_key": ("save_hf", "max_num", "async_enable"),
+        "ckpt.best_metric_key": ("keep_best",),
         "!ckpt.disable_ds": ("async_enable",), "ckpt.load_enable | train.max_restarts": ("fallback_enable",)}
 
     save_steps: Interval = option(-1,
@@ -133,7 +118,7 @@ class Ckpt(Section):
         path="output")
     save_hf: bool = option(False, "write the checkpoints of ckpt.save_steps in Hugging Face form too (weights only)")
     disable_ds: bool = option(False, "write no checkpoints that a run can resume from, only those of ckpt.save_hf")
-    max_num: Int = option(3, "checkpoints of ckpt.save_steps kept besides the best one; the oldest are deleted", ge=1)
+    max_num: Int = option(3, "checkpoints of ckpt.save_steps kept besides the best ones; the oldest are deleted", ge=1)
     max_mem: float = option(float("inf"),
         "disk space that resumable checkpoints may take, GB (1e9 bytes); the oldest are deleted, never the newest one",
         gt=0)
@@ -150,8 +135,11 @@ class Ckpt(Section):
         "after SIGTERM: seconds in which the step under way may end and its checkpoint be written, before the run "
         "ends (docs/checkpoints.md); 0 = no checkpoint is written then", ge=0)
     best_metric_key: str = option("",
-        "evaluation metric (more is better) whose best checkpoint is kept besides the newest ones, such as "
-        "eval/accuracy; empty = none is")
+        "metric (more is better) whose best checkpoints are kept besides the newest ones: of evaluations, such as "
+        "eval/accuracy or eval/NAME/pass@8, or of the training steps that ckpt.save_steps saves, accuracy/mean or "
+        "reward/mean; empty = none are")
+    keep_best: Int = added(1, "checkpoints that ckpt.best_metric_key keeps, the best of all evaluations or saved steps",
+        ge=1)
     output_dir: str = option("./ckpt", "folder of the final Hugging Face checkpoint, metrics and figures",
         path="output")
 
@@ -161,14 +149,11 @@ class Ckpt(Section):
         return self.save_steps != -1 or bool(self.best_metric_key)
 
     def violations(self) -> Iterator[Violation]:
-        """Checkpoints that are asked for are of some form, and the best one can be told."""
+        """Checkpoints that are asked for are of some form."""
         if self.disable_ds and not self.save_hf and self.save_steps != -1:
             yield Violation(("ckpt.save_steps", "ckpt.disable_ds", "ckpt.save_hf"),
                 f"ckpt.save_steps {self.save_steps} writes nothing: ckpt.disable_ds switches resumable checkpoints off "
                 "and ckpt.save_hf is off; drop ckpt.disable_ds or add --ckpt.save_hf")
-        if self.best_metric_key and self.best_metric_key not in EVALUATION_METRICS:
-            yield Violation(("ckpt.best_metric_key",),
-                f"ckpt.best_metric_key must be one of {', '.join(EVALUATION_METRICS)}: got {self.best_metric_key}")
 
 
 class Wandb(Section):

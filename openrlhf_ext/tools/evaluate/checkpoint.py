@@ -8,15 +8,17 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.inputs import reading
 from openrlhf_ext.options.sections import Reward
-from openrlhf_ext.rewards.answers import extract_answer, normalized, surely_different
+from openrlhf_ext.rewards.answers import answer_alone, extract_answer, stated_answers, surely_different
+from openrlhf_ext.rewards.counting import SOLVED
 from openrlhf_ext.rewards.executor import open_grader
 from openrlhf_ext.rewards.grading import FailurePolicy, Grader, RewardError, RewardResult
 from openrlhf_ext.tools.evaluate.problems import MATHS, Problem, Store, Task
-from openrlhf_ext.tools.evaluate.result import SOLVED, EvaluationResult, summarize
+from openrlhf_ext.tools.evaluate.result import EvaluationResult, summarize
 from openrlhf_ext.tools.evaluate.sampling import (
     Answers,
     Completion,
@@ -165,20 +167,30 @@ async def _grade_groups(
         for start in range(done - done % size, len(problems), size):
             group = problems[start : start + size]
             answers = await sample(group)
-            graded = await asyncio.gather(*map(_graded, [grading] * len(group), group, answers))
+            graded = await asyncio.gather(*map(partial(_graded, task, grading), group, answers))
             store.append(graded[max(0, done - start) :])
             logger.info("%s: %d of %d problems", task.name, len(store.results), len(problems))
     finally:
         await grader.aclose()
 
 
-async def _graded(grading: Grading, problem: Problem, answers: Answers) -> dict[str, Any]:
+async def _graded(task: Task, grading: Grading, problem: Problem, answers: Answers) -> dict[str, Any]:
     completions = answers.completions
     sampled = [*completions, *([answers.greedy] if answers.greedy is not None else [])]
-    grades = await asyncio.gather(*(grading.grade(c.query, problem.prompt, problem.label, c.body) for c in sampled))
+    alone = [answer_alone(c.body, task.answers) for c in sampled]
+    whole = task.answers == "any" or task.reward != MATHS  # another reward function looks for its answer itself
+    grades = await asyncio.gather(
+        *(
+            grading.grade(c.query, problem.prompt, problem.label, c.body)
+            if whole
+            else grading.grade(problem.prompt + answer, problem.prompt, problem.label, answer)
+            for c, answer in zip(sampled, alone, strict=True)
+        )
+    )
     lines = [_line(completion, grade) for completion, grade in zip(sampled, grades, strict=True)]
     samples, greedy = lines[: len(completions)], lines[len(completions) :]
-    votes = await grading.votes([c.text for c in completions], [line["score"] >= SOLVED for line in samples])
+    texts = [answer_alone(c.text, task.answers) for c in completions]
+    votes = await grading.votes(texts, [line["score"] >= SOLVED for line in samples])
     return {
         "problem": problem.index, "prompt": problem.prompt, "label": problem.label,
         "completions": [{**line, "vote": vote} for line, vote in zip(samples, votes, strict=True)],
@@ -248,15 +260,11 @@ async def group_votes(
     groups: list[str] = []  # the first answer of each; "" for the correct one, wherever it comes
     known: dict[tuple[bool, str], int] = {}
     votes: list[int | None] = []
-    for text, is_correct in zip(texts, correct, strict=True):
-        answer = extract_answer(text)
-        if answer is None:
-            votes.append(None)
-            continue
-        key = (is_correct, "" if is_correct else normalized(answer))
-        if key not in known:
-            known[key] = await _group_of("" if is_correct else answer, groups, equal)
-        votes.append(known[key])
+    for text, stated in zip(texts, stated_answers(texts, correct), strict=True):
+        if stated is not None and stated not in known:
+            answer = "" if stated[0] else extract_answer(text) or ""
+            known[stated] = await _group_of(answer, groups, equal)
+        votes.append(None if stated is None else known[stated])
     return votes
 
 

@@ -32,7 +32,8 @@ from openrlhf_ext.inputs import (
 )
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.reporting.lines import JsonLines, read_lines
-from openrlhf_ext.rewards.answers import last_boxed
+from openrlhf_ext.rewards.answers import Stated, last_boxed
+from openrlhf_ext.tools.evaluate.protocols import SYSTEM_PROMPTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,14 +43,6 @@ _HASHES = re.compile(r"####[ \t]*(\S.*)\Z")
 _DEGREES = re.compile(r"\^\s*(?:\\circ|\{\\circ\})\Z")
 MATHS = str(Path(rewards.__file__).with_name("maths.py"))
 """The benchmarks' reward function: mathematical equality."""
-MATH_TEMPLATE = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-"""The instruction of Qwen2.5-Math's evaluation. ``extract_answer`` looks into ``<answer>`` before ``\\boxed{}``."""
-SYSTEM_PROMPTS = {
-    # arXiv 2508.03772, appendix 8.2
-    "conflict": "You are a helpful assistant for solving math problems. Given a question, first think step by step "
-    "between <reasoning> and </reasoning>. Then, give the final answer between <answer> and </answer>."
-}
-"""System messages that protocols ask for, by name; the questions of these protocols stand alone (template ``{}``)."""
 
 
 class NotThisFormat(InputError):
@@ -108,13 +101,15 @@ class PromptStyle:
 
 @dataclass(frozen=True)
 class Task:
-    """A problem file, and its reward: a Python file with ``reward_func``, or addresses of reward servers."""
+    """A problem file, and its reward: a Python file with ``reward_func``, or addresses of reward servers. ``answers``:
+    where a completion states its answer; what grades by equality, and votes, see that alone."""
 
     name: str
     path: str
     problems: Sequence[Problem]
     reward: str
     style: PromptStyle
+    answers: Stated = "any"
 
 
 def load_problems(
@@ -324,6 +319,7 @@ def task_settings(
         "questions_and_labels": digest_of([[problem.prompt, problem.label] for problem in task.problems]),
         "reward": _file_digest(task.reward) if Path(task.reward).is_file() else redact(task.reward),
         **{f"prompt_{name}": value for name, value in asdict(task.style).items()},
+        **({} if task.answers == "any" else {"answers": task.answers}),
     }
     if completions is not None:
         return settings | {"completions": _file_digest(completions)}

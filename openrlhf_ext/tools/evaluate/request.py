@@ -27,10 +27,9 @@ from openrlhf_ext.inputs import (
     reading,
 )
 from openrlhf_ext.patches.environment import has_cuda
+from openrlhf_ext.rewards.counting import powers_of_two
 from openrlhf_ext.tools.evaluate.problems import (
-    MATH_TEMPLATE,
     MATHS,
-    SYSTEM_PROMPTS,
     PromptStyle,
     Task,
     digest_of,
@@ -41,6 +40,7 @@ from openrlhf_ext.tools.evaluate.problems import (
     system_message,
     task_settings,
 )
+from openrlhf_ext.tools.evaluate.protocols import MATH_TEMPLATE, PROTOCOLS, SYSTEM_PROMPTS, settle
 
 _SAMPLING = ("temperature", "top_p", "max_new_tokens", "batch_size", "seed", "engine", "dtype", "device", "greedy")
 _ENGINE = ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_mib")
@@ -71,6 +71,8 @@ class Request:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
+        self.instead = settle(arguments)
+        """What was given besides a protocol and wins over it."""
 
     def faults(self) -> Iterator[str]:
         given = self.arguments
@@ -198,11 +200,19 @@ class Request:
         return self.arguments.entropy or self.arguments.reference is not None
 
     @property
+    def protocol_note(self) -> str:
+        """Which protocol was followed, and where it was not; "" without one."""
+        name = self.arguments.protocol
+        if name is None:
+            return ""
+        return f"protocol {name}" + (f", but {', '.join(self.instead)}" if self.instead else "")
+
+    @property
     def samples(self) -> int:
         return self.arguments.n_samples or 4
 
     def ks(self, samples: int) -> list[int]:
-        return sorted(set(self.arguments.k or (2**exponent for exponent in range(samples.bit_length()))))
+        return sorted(set(self.arguments.k or powers_of_two(samples)))
 
     @property
     def tasks(self) -> list[Task]:
@@ -214,8 +224,9 @@ class Request:
         # a chat template replaces the template of a user's own data, as in OpenRLHF; in a benchmark's it goes around it
         usual = "{}" if given.system_prompt in SYSTEM_PROMPTS else MATH_TEMPLATE
         template = (given.input_template or usual) if given.benchmark else given.input_template
-        if given.data and given.apply_chat_template:
+        if given.data and given.apply_chat_template and given.protocol is None:
             template = None
+        answers = PROTOCOLS[given.protocol].answers if given.protocol is not None else "any"
         style = PromptStyle(template=template, chat=given.apply_chat_template)
         faults = [fault] if (fault := style.fault()) is not None else []
         try:
@@ -231,7 +242,7 @@ class Request:
                 problems = load_benchmark(name, path, given.limit)
             if name in tasks:
                 raise ValueError(f"--benchmark: {name} is given twice")
-            tasks[name] = Task(name, path, problems, given.reward or MATHS, style)
+            tasks[name] = Task(name, path, problems, given.reward or MATHS, style, answers)
 
         for spec in given.benchmark:
             name, equals, path = spec.partition("=")

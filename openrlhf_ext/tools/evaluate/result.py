@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
 from statistics import NormalDist
 from typing import Any
 
-import numpy as np
+from openrlhf_ext.rewards.counting import SOLVED, Votes, pass_at_k
 
-_MOST_SUBSETS = 2000
-SOLVED = 1.0
-"""A completion is correct when its score reaches this."""
 _QUANTILE = NormalDist().inv_cdf(0.975)
-
-# Shape suffixes: D = subsets of the samples, S = samples, A = different answers.
 
 
 def mean(values: Iterable[float]) -> float:
@@ -52,53 +46,6 @@ def difference_in_errors(first: float, first_error: float, second: float, second
     return abs(first - second) / error
 
 
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of ``k`` samples is correct.
-
-    ``1 - C(n - c, k) / C(n, k)`` (Chen et al., Evaluating Large Language Models Trained on Code, 2021, eq. 1).
-    """
-    if samples < 1 or not 0 <= correct <= samples:
-        raise ValueError(f"need 0 <= successes <= samples and at least one sample, got {correct} of {samples}")
-    _require_k(k, samples)
-    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
-class Votes:
-    """Votes of ``k`` of a problem's samples: the chance that the most frequent answer is correct.
-
-    Estimated over all subsets of ``k`` samples, or over 2000 drawn ones where there are more. Several answers that lead
-    together are drawn from with equal chances, so that a subset counts by the share of them that is correct (the papers
-    state no rule for ties). A sample without an answer has no vote; a subset without any vote is wrong.
-    """
-
-    def __init__(self, samples: int, k: int, seed: int = 0) -> None:
-        _require_k(k, samples)
-        if math.comb(samples, k) <= _MOST_SUBSETS:
-            chosen = np.array(list(combinations(range(samples), k)))
-        else:
-            draw = np.random.default_rng(seed)
-            chosen = np.array([draw.permutation(samples)[:k] for _ in range(_MOST_SUBSETS)])
-        self._subsets_DS = np.zeros((len(chosen), samples), dtype=np.float32)
-        np.put_along_axis(self._subsets_DS, chosen, 1.0, axis=1)
-
-    def count(self, votes: Sequence[tuple[Hashable | None, bool]]) -> tuple[float, float]:
-        """The chance of a correct majority, and the share of subsets in which several answers lead.
-
-        A vote is a sample's answer (``None``: it states none) and whether it is correct.
-        """
-        answers = list(dict.fromkeys(answer for answer, _ in votes if answer is not None))
-        if not answers:
-            return 0.0, 0.0
-        belongs_SA = np.array([[answer == one for one in answers] for answer, _ in votes], dtype=np.float32)
-        correct_A = belongs_SA.T @ np.array([is_correct for _, is_correct in votes], dtype=np.float32) > 0
-        counts_DA = self._subsets_DS @ belongs_SA
-        most_D = counts_DA.max(axis=1, keepdims=True)
-        leads_DA = (counts_DA == most_D) & (most_D > 0)
-        leaders_D = leads_DA.sum(axis=1)
-        shares_D = (leads_DA & correct_A).sum(axis=1) / np.maximum(leaders_D, 1)
-        return float(shares_D.mean()), float((leaders_D > 1).mean())
-
-
 def wilson_interval(shares: Sequence[float], draws: int) -> tuple[float, float]:
     """95 % interval of the mean of each problem's share of successes, of which each is that of ``draws`` draws.
 
@@ -118,11 +65,6 @@ def wilson_interval(shares: Sequence[float], draws: int) -> tuple[float, float]:
     middle = (center + z**2 / (2 * size)) / (1 + z**2 / size)
     half = z * math.sqrt(max(spread, 0.0) / size + (z / (2 * size)) ** 2) / (1 + z**2 / size)
     return min(center, middle - half), max(center, middle + half)
-
-
-def _require_k(k: int, samples: int) -> None:
-    if not 1 <= k <= samples:
-        raise ValueError(f"k must be between 1 and the number of samples, got k = {k} of {samples}")
 
 
 # ---- the result of a task -------------------------------------------------------------------------------------------

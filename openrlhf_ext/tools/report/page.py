@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from openrlhf_ext.inputs import (
     similar_path,
 )
 from openrlhf_ext.redaction import redacted
-from openrlhf_ext.reporting import METRICS, read_metrics
+from openrlhf_ext.reporting import METRICS, Metric, read_metrics
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.reporting.progress import SMOOTHED_FROM, moving_mean, smoothing_window
 from openrlhf_ext.tools.explain.picture import Color, Palette, Quantity, ink_on
@@ -155,9 +156,11 @@ _HEADLINE_STEPS = 3  # at least, where the run has twelve
 _HEADLINES = ("reward/mean", "accuracy/mean", "eval/accuracy", "entropy/mean", "response/length_mean", "loss/sft",
              "eval/loss", "time/step")  # fmt: skip
 _KEY_CURVES = (
-    "reward/mean", "accuracy/mean", "eval/accuracy", "entropy/mean", "response/length_mean", "kl/rollout",
-    "loss/policy", "loss/sft", "eval/loss", "grad_norm", "throughput/tokens_per_second",
+    "reward/mean", "accuracy/mean", "eval/accuracy", "entropy/mean", "entropy/completion_mean", "response/length_mean",
+    "kl/rollout", "loss/policy", "loss/sft", "eval/loss", "grad_norm", "throughput/tokens_per_second",
 )  # fmt: skip
+_LEVELS = {"entropy/completion_mean": [math.log(2), "ln 2"]}  # marked on a curve
+_AT_K = re.compile(r"eval/(?:(?P<set>.+)/)?(?P<kind>pass|maj)@(?P<k>[0-9]+)")
 _PHASES = ("generate", "grade", "logprob", "shape", "train", "sync")
 _STREAMED_PHASES = ("wait_rollouts", "logprob", "shape", "train", "sync")
 _COUNTED = {"groups_dropped", "groups_late"}
@@ -179,11 +182,11 @@ def write_page(runs: Sequence[Run], smooth: int | None = None, now: Callable[[],
 def page_data(runs: Sequence[Run], smooth: int | None, now: Callable[[], float]) -> dict[str, Any]:
     longest = max((len(run.steps) for run in runs), default=0)
     window = smooth if smooth is not None else smoothing_window(longest)
-    budget = _SAMPLED_TOKENS // len(runs)
+    budget, names = _SAMPLED_TOKENS // len(runs), curve_names(runs)
     return {
         "made": now(), "window": window, "buckets": BUCKETS, "runs": [_run(run, window, now()) for run in runs],
-        "charts": [_chart(name, runs, window) for name in curve_names(runs)],
-        "key": [name for name in _KEY_CURVES if any(name in r for run in runs for r in run.records)],
+        "charts": [_chart(name, runs, window) for name in names], "key": _key_curves(names), "at_k": _at_k(runs),
+        "at_k_curves": [name for name in names if _AT_K.fullmatch(name)],
         "phases": [_phases(run) for run in runs], "ranks": [_ranks(run) for run in runs],
         "events": [_events(run) for run in runs], "options": _options(runs), "facts": _facts(runs),
         "samples": [_samples(run, budget) for run in runs], "profile": [_profile(run) for run in runs],
@@ -241,18 +244,60 @@ def curve_names(runs: Sequence[Run]) -> list[str]:
     present = {name for run in runs for record in run.records for name in record}
     present -= {"step", "time", "label"}
     order = {metric.name: place for place, metric in enumerate(METRICS)}
-    plain = (name for name in present if not (name.startswith("rank/") and name.count("/") > 1))
-    return sorted(plain, key=lambda name: (order.get(name, order.get(_family(name), len(order))), name))
+
+    def key(name: str) -> tuple[Any, ...]:
+        metric = _metric_of(name)
+        where = order[metric.name] if metric else len(order)
+        if found := _AT_K.fullmatch(name):  # pass@16 behind pass@2
+            return where, found["set"] or "", int(found["k"])
+        return where, name, 0
+
+    return sorted((name for name in present if not (name.startswith("rank/") and name.count("/") > 1)), key=key)
 
 
-def _family(name: str) -> str:
-    return f"{name.partition('/')[0]}/*"
+def _metric_of(name: str) -> Metric | None:
+    """The metric of that name; of a named held-out set (``eval/NAME/accuracy``) that of the metric; of a family."""
+    plain = f"eval/{name.rpartition('/')[2]}" if name.startswith("eval/") else name
+    for known in (name, plain, f"{plain.partition('@')[0]}@*", f"{name.partition('/')[0]}/*"):
+        if known in _MEANINGS:
+            return _MEANINGS[known]
+    return None
+
+
+def _key_curves(names: Sequence[str]) -> list[str]:
+    """The curves in front, the accuracy of each named held-out set behind the mean of them."""
+    sets = [name for name in names if name.startswith("eval/") and name.endswith("/accuracy") and name.count("/") == 2]
+    keys = [key for name in _KEY_CURVES for key in ((name, *sets) if name == "eval/accuracy" else (name,))]
+    return [name for name in keys if name in names]
+
+
+def _at_k(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """pass@k and maj@k over k of each held-out set, in the first and in the last evaluation of each run."""
+    plots: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for number, run in enumerate(runs):
+        points: dict[tuple[str, str], dict[int, Points]] = {}  # of each plot, by step
+        for record in run.records:
+            for name in record:
+                if found := _AT_K.fullmatch(name):
+                    by_step = points.setdefault((found["set"] or "", found["kind"]), {})
+                    by_step.setdefault(record["step"], []).append([int(found["k"]), _number(record[name])])
+        for plot, by_step in points.items():
+            for step in dict.fromkeys((min(by_step), max(by_step))):
+                line = {"run": number, "step": step, "first": step == min(by_step) != max(by_step)}
+                plots.setdefault(plot, []).append({**line, "points": sorted(by_step[step])})
+    return [
+        {
+            "title": f"{kind}@k" + (f" of {of}" if of else ""), "lines": lines,
+            "name": f"eval/{of}/{kind}@k" if of else f"eval/{kind}@k",
+        }
+        for (of, kind), lines in plots.items()
+    ]  # fmt: skip
 
 
 def _chart(name: str, runs: Sequence[Run], window: int) -> dict[str, Any]:
-    metric = _MEANINGS.get(name) or _MEANINGS.get(_family(name))
+    metric = _metric_of(name)
     return {
-        "name": name, "unit": metric.unit if metric else "",
+        "name": name, "level": _LEVELS.get(name), "unit": metric.unit if metric else "",
         "meaning": metric.meaning.replace("`", "") if metric else "",
         "lines": [_line(run, name, window) for run in runs],
     }  # fmt: skip

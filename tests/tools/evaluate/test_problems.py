@@ -9,13 +9,13 @@ import pytest
 
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.tools.evaluate.problems import (
-    MATH_TEMPLATE,
     Problem,
     PromptStyle,
     load_benchmark,
     load_problems,
     system_message,
 )
+from openrlhf_ext.tools.evaluate.protocols import MATH_TEMPLATE
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from openrlhf_ext.cli.report import main
-from openrlhf_ext.reporting import METRICS, read_metrics
+from openrlhf_ext.reporting import METRICS, MetricsWriter, read_metrics
 from openrlhf_ext.tools.report.page import BUCKETS, page_data, read_runs, thinned, write_page
 from tests.tools.report.browser import CHROMIUM, Browser
 from tests.tools.report.runs import HOSTILE, make_run
@@ -110,6 +110,36 @@ def test_three_runs_of_2000_steps_on_one_page(browser, three_long_runs, tmp_path
     for part in ("Bold: mean of the last 100", "the largest value in each of 150", "RuntimeError: CUDA error",
                  "3 groups dropped, filtered", "communication"):  # fmt: skip
         assert part in text, part
+
+
+def test_each_held_out_set_is_a_curve_and_pass_at_k_is_drawn_over_k_and_over_training(browser, tmp_path):
+    run = make_run(tmp_path / "run", 40)
+    with MetricsWriter(run / "metrics.jsonl", resume_step=40) as metrics:
+        for step in (41, 42, 43):
+            metrics.write(step, {
+                f"eval/{name}/{metric}": (step - 40) / 4 * (metric != "accuracy_stderr")
+                for name in ("aime24", "math500")
+                for metric in ("accuracy", "accuracy_stderr", "pass@1", "pass@2", "pass@16", "maj@2")
+            } | {"eval/accuracy": 0.5, "eval/accuracy_stderr": 0.1, "entropy/completion_mean": 0.2})  # fmt: skip
+    data = page_data(read_runs([run]), None, lambda: 1.8e9)
+    assert [name for name in data["key"] if "accuracy" in name] == [
+        "accuracy/mean", "eval/accuracy", "eval/aime24/accuracy", "eval/math500/accuracy",
+    ]  # fmt: skip
+    meanings = {chart["name"]: chart for chart in data["charts"]}
+    assert meanings["eval/aime24/pass@16"]["meaning"].startswith("eval/pass@K, K = powers of two")
+    assert meanings["entropy/completion_mean"]["level"] == [pytest.approx(0.6931, abs=1e-4), "ln 2"]
+    aime = next(plot for plot in data["at_k"] if plot["title"] == "pass@k of aime24")
+    assert [(line["step"], line["first"]) for line in aime["lines"]] == [(41, True), (43, False)]
+    assert aime["lines"][1]["points"] == [[1, 0.75], [2, 0.75], [16, 0.75]]
+    assert data["at_k_curves"][:3] == ["eval/aime24/pass@1", "eval/aime24/pass@2", "eval/aime24/pass@16"]
+
+    page = tmp_path / "report.html"
+    page.write_text(write_page(read_runs([run])))
+    browser.open(page, 1366)
+    browser.value("document.querySelector('#at-k').scrollIntoView()")
+    assert browser.value("document.querySelectorAll('#at-k [data-metric]').length") == 4 + 8
+    assert "0.75 (16)" in browser.value("document.querySelector('[data-metric=\"eval/aime24/pass@k\"]').innerText")
+    assert browser.messages == []
 
 
 def test_colors_choices_and_keys(browser, tmp_path):

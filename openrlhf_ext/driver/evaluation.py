@@ -1,0 +1,166 @@
+"""Evaluations of a run: what is asked of the engines, and what is counted of the answers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.rollouts import Group, Prompt
+from openrlhf_ext.options.sections import HeldOutSet
+from openrlhf_ext.rewards.answers import stated_answers
+from openrlhf_ext.rewards.counting import SOLVED, Votes, pass_at_k, powers_of_two
+from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling, graded
+
+_MEANS = ("accuracy", "reward_mean", "response_length_mean")  # over several sets, of which each counts the same
+Texts = Callable[[Sequence[Response]], list[str]]
+"""Of completions, special tokens kept."""
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A set of held-out prompts and how it is sampled."""
+
+    options: HeldOutSet
+    prompts: Sequence[Prompt]
+
+    def requests(self, config: RunConfig) -> dict[Key, GroupRequest]:
+        """What the engines are asked for. Seeds are those of ``openrlhf-ext evaluate --seed <train.seed>``: of the
+        prompt's place in the file and the sample's number, whatever the weights."""
+        options = self.options
+        longest = options.max_new_tokens or config.rollout.max_new_tokens
+        sampling = Sampling(options.temperature, options.top_p, longest, config.data.max_len)
+        grader = None if options.remote_url == config.reward.remote_url else options.remote_url
+        return {
+            (f"evaluating {options.name}".strip(), prompt.number): GroupRequest(
+                prompt.text, prompt.label, options.n_samples_per_prompt, sampling, (config.train.seed, prompt.number),
+                grader=grader,
+            )
+            for prompt in self.prompts
+        }  # fmt: skip
+
+
+@dataclass
+class Evaluation:
+    """One evaluation under way, of the weights after ``step`` steps, which the engines know as ``version``;
+    ``restarts``: of engines before it."""
+
+    step: int
+    version: int
+    restarts: int
+    requests: list[dict[Key, GroupRequest]]
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def all_requests(self) -> dict[Key, GroupRequest]:
+        return {key: request for of_set in self.requests for key, request in of_set.items()}
+
+    def groups(self, sets: Sequence[HeldOut], answers: Mapping[Key, list[Response]]) -> list[list[Group]]:
+        """The answers as groups, set by set."""
+        return [
+            [Group(prompt, answers[key]) for prompt, key in zip(each.prompts, keys, strict=True)]
+            for each, keys in zip(sets, self.requests, strict=True)
+        ]
+
+
+def weight_versions(responses: Sequence[Response]) -> set[int]:
+    """Of all tokens, as far as the responses tell."""
+    return {version for response in responses for version, _, _ in response.versions}
+
+
+def evaluation_metrics(
+    sets: Sequence[HeldOutSet], groups: Sequence[Sequence[Group]], texts: Texts | None
+) -> dict[str, float]:
+    """Metrics of an evaluation under the names of docs/metrics.md: ``eval/...`` of one set without a name; of sets with
+    names ``eval/NAME/...``, and means over the sets."""
+    found = [set_metrics(own, each.temperature, texts) for each, own in zip(sets, groups, strict=True)]
+    if not sets[0].name:
+        return {f"eval/{name}": value for name, value in found[0].items()} | _by_source(groups[0])
+    metrics = {f"eval/{name}": sum(each[name] for each in found) / len(found) for name in _MEANS}
+    # of a mean over sets that are sampled independently
+    metrics["eval/accuracy_stderr"] = math.hypot(*(each["accuracy_stderr"] for each in found)) / len(found)
+    metrics["eval/samples"] = sum(each["samples"] for each in found)
+    for options, each in zip(sets, found, strict=True):
+        metrics |= {f"eval/{options.name}/{name}": value for name, value in each.items()}
+    return metrics
+
+
+def set_metrics(groups: Sequence[Group], temperature: float, texts: Texts | None = None) -> dict[str, float]:
+    """Of one set: accuracy (mean of ``scores``: mean@n) and its standard error over prompts, mean reward and length,
+    pass@k and maj@k, length and entropy of right and of wrong completions. maj@k needs completions that state answers
+    (``rewards.answers``), an entropy the engine's log-probs."""
+    responses = [response for group in groups for response in group.responses]
+    return {
+        "accuracy": math.fsum(group.mean_score for group in groups) / len(groups),
+        "accuracy_stderr": _standard_error([group.mean_score for group in groups]),
+        "reward_mean": sum(graded(response.reward) for response in responses) / len(responses),
+        "response_length_mean": sum(response.span for response in responses) / len(responses),
+        "samples": float(len(responses)),
+        **_at_k(groups, texts),
+        **_of_right_and_wrong(responses, temperature),
+    }
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    count = len(values)
+    if count < 2:
+        return 0.0
+    mean = math.fsum(values) / count
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
+
+
+def _is_right(response: Response) -> bool:
+    return graded(response.score) >= SOLVED
+
+
+def _at_k(groups: Sequence[Group], texts: Texts | None) -> dict[str, float]:
+    samples = len(groups[0].responses)
+    right = [[_is_right(response) for response in group.responses] for group in groups]
+    metrics = {
+        f"pass@{k}": math.fsum(pass_at_k(samples, sum(each), k) for each in right) / len(groups)
+        for k in powers_of_two(samples)
+    }
+    if texts is None:
+        return metrics
+    stated = [stated_answers(texts(g.responses), each) for g, each in zip(groups, right, strict=True)]
+    if all(answer is None for each in stated for answer in each):
+        return metrics
+    for k in powers_of_two(samples):
+        votes = Votes(samples, k)
+        chances = (votes.count([*zip(*pair, strict=True)])[0] for pair in zip(stated, right, strict=True))
+        metrics[f"maj@{k}"] = math.fsum(chances) / len(groups)
+    return metrics
+
+
+def _of_right_and_wrong(responses: Sequence[Response], temperature: float) -> dict[str, float]:
+    """Mean length, and minus the mean log-prob that the tokens were sampled with: an estimate of the entropy of the
+    distribution that was sampled from, of which no tokens but the sampled ones are known. Of classes that exist."""
+    metrics = {}
+    for name, is_right in (("right", True), ("wrong", False)):
+        own = [response for response in responses if _is_right(response) == is_right]
+        if not own:
+            continue
+        metrics[f"length_{name}"] = sum(response.span for response in own) / len(own)
+        logprobs = [response.logprobs_T for response in own if response.logprobs_T is not None]
+        tokens = sum(map(len, logprobs))
+        if temperature > 0 and tokens and len(logprobs) == len(own):
+            metrics[f"entropy_{name}"] = -sum(float(each.sum(dtype="float64")) for each in logprobs) / tokens
+    return metrics
+
+
+def _by_source(groups: Sequence[Group]) -> dict[str, float]:
+    """OpenRLHF's names for held-out records of several ``datasource``: mean over the prompts of each of their best and
+    their mean score."""
+    sources = {source: [group for group in groups if group.prompt.source == source] for source in
+               sorted({group.prompt.source for group in groups})}  # fmt: skip
+    if len(sources) < 2:
+        return {}
+    metrics = {}
+    for source, own in sources.items():
+        best = [max(graded(response.score) for response in group.responses) for group in own]
+        metrics[f"eval_{source}_pass{len(own[0].responses)}"] = sum(best) / len(own)
+        metrics[f"eval_{source}_pass1"] = sum(group.mean_score for group in own) / len(own)
+    return metrics
