@@ -17,7 +17,9 @@ from openrlhf_ext.options.sections.algo import ESTIMATORS
 FROZEN = Path(__file__).with_name("options.txt")
 DOCUMENT = Path(__file__).parents[2] / "docs/configuration.md"
 CONFIGS = Path(__file__).parents[2] / "configs"
-FILES = [*CONFIGS.glob("*.yaml"), *CONFIGS.glob("recipes/*.yaml"), *CONFIGS.glob("layouts/*.yaml")]
+FILES = [
+    path for folder in ("", "recipes", "layouts") for path in (CONFIGS / folder).glob("*.yaml") if path.stem != "papers"
+]  # fmt: skip
 REFUSED = [name for name, option in option_table().items() if option.unsupported is not None]
 OTHER_VALUE = {"integer": "77", "number": "0.125", "text": "other", "true or false": None}
 

@@ -263,7 +263,7 @@ def test_a_critics_checkpoint_may_hold_a_value_head_and_a_policys_may_not(tmp_pa
 
 
 def test_a_downloaded_model_meets_the_rules_that_a_hub_name_passed_by(task, monkeypatch, tmp_path):
-    monkeypatch.setattr(job, "_download", lambda option, name: str(task.folder / "policy"))
+    monkeypatch.setattr(job, "downloaded", lambda option, name: str(task.folder / "policy"))
     hub = ["--actor.model_name_or_path", "org/name"]
     fits = load(task, *hub)
     assert job.with_local_model(fits).actor.model_name_or_path == str(task.folder / "policy")
@@ -275,7 +275,7 @@ def test_a_downloaded_model_meets_the_rules_that_a_hub_name_passed_by(task, monk
     assert "data.max_len must not exceed" in str(error.value)
     shutil.copytree(task.folder / "policy", tmp_path / "hollow")
     save_file({"model.norm.weight": torch.ones(128)}, tmp_path / "hollow/model.safetensors")
-    monkeypatch.setattr(job, "_download", lambda option, name: str(tmp_path / "hollow"))
+    monkeypatch.setattr(job, "downloaded", lambda option, name: str(tmp_path / "hollow"))
     with pytest.raises(ConfigError, match="missing from the checkpoint"):
         job.with_local_model(fits)
 
@@ -388,7 +388,7 @@ def test_a_guide_without_ranks_of_its_own_has_the_policys_architecture(task, tmp
 
 def test_a_downloaded_guide_meets_the_rules_that_a_hub_name_passed_by(task, monkeypatch, tmp_path):
     make_tiny_policy(tmp_path / "guide", seed=1)
-    monkeypatch.setattr(job, "_download", lambda option, name: str(tmp_path / "guide"))
+    monkeypatch.setattr(job, "downloaded", lambda option, name: str(tmp_path / "guide"))
     config = load(task, *GUIDED, "org/guide")
     assert job.with_local_model(config).guide.model_name_or_path == str(tmp_path / "guide")
     (tmp_path / "guide/tokenizer.json").write_text('{"model": {"vocab": {}}}')

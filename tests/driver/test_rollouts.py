@@ -127,11 +127,11 @@ def test_other_prompts_are_sampled_beside_those_of_training() -> None:
 
 def test_with_full_determinism_evaluations_draw_with_other_seeds_than_training() -> None:
     class Noting(Requests):
-        def ask(self, key: Any, request: GroupRequest) -> None:
+        def ask(self, key: Any, request: GroupRequest, first: bool = False) -> None:
             seeds.append(request.seed)
-            super().ask(key, request)
+            super().ask(key, request, first)
 
-    seeds: list[int | None] = []
+    seeds: list[tuple[int, ...] | None] = []
     for seed in (1, 2):
         made = rollouts(Noting(at_once=True), prompts=2, seed=seed)
         made.sample(list(iter(PromptStream(Loader(2), 1).draw, None)), 2, made.sampling, "evaluating")

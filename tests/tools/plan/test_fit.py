@@ -160,9 +160,9 @@ def test_a_run_on_cpu_is_laid_out_as_it_is_written(of_cpu, monkeypatch):
 def test_a_hub_model_is_laid_out_when_it_has_been_downloaded(monkeypatch):
     config = load("org/none", 8, actor__model_name_or_path="org/name", megatron__gpu_memory_gib=40, dry_run=False)
     assert any("chosen once the model's config.json is here" in warning for warning in config.warnings)
-    monkeypatch.setattr(job, "_download", lambda option, name: str(MODELS / "qwen2.5-7b"))
+    monkeypatch.setattr(job, "downloaded", lambda option, name: str(MODELS / "qwen2.5-7b"))
     assert sizes(job.with_local_model(config, fit.laid_out)) == (1, 4, 1)
-    monkeypatch.setattr(job, "_download", lambda option, name: str(MODELS / "llama-3.1-70b"))
+    monkeypatch.setattr(job, "downloaded", lambda option, name: str(MODELS / "llama-3.1-70b"))
     with pytest.raises(ConfigError, match="must cut the models so that a rank fits on a GPU"):
         job.with_local_model(config, fit.laid_out)
 
