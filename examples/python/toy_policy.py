@@ -1,21 +1,20 @@
 """A language model of a million parameters that half knows arithmetic: the policy that the quickstart trains.
 
-Reinforcement learning needs a policy that is sometimes right. This script makes one from nothing in about a minute:
+Reinforcement learning needs a policy that is sometimes right. This script makes one from nothing in two minutes:
 
 1. a Qwen2 architecture (4 layers, width 128, head size 32, fp32) and a byte-level tokenizer without merges: every text
    has tokens, every digit is one token, and so are ``<reasoning> </reasoning> <answer> </answer>``;
-2. a supervised warm start in two phases on problems of the train split (toy_task.py): first correct solutions, until
-   the model knows most of its arithmetic, then the homework of a careless teacher, who gets every third step wrong and
-   goes on from there. The model copies the carelessness, not only the knowledge: its most likely step is mostly
-   right, a sampled one often not. Sampled accuracy (temperature 1) ends within 25-45 %. What the teachers write besides
-   is the family (``FAMILIES``): direct answers, damaged tags;
+2. a warm start by ``openrlhf_ext.cli.train_sft`` in two runs on problems of the train split (toy_task.py): first
+   correct solutions, until the model knows most of its arithmetic, then the homework of a careless teacher, who gets
+   every third step wrong and goes on from there. The model copies the carelessness, not only the knowledge: its most
+   likely step is mostly right, a sampled one often not. Sampled accuracy (temperature 1) ends within 25-45 %. What the
+   teachers write besides is the family (``FAMILIES``): direct answers, damaged tags;
 3. an ordinary Hugging Face checkpoint, which plain transformers and vLLM load.
 
 What reinforcement learning then has to find out is which of its own habits pay. The checkpoint is cached by a hash of
 this code and its settings; a second call copies it within a second.
 
-Left out on purpose: a learned subword vocabulary and a chat template with roles (tokens cost time on a CPU), bf16,
-more than one process. The matrices are trained by Muon, which needed about half of AdamW's steps here.
+Left out on purpose: a learned subword vocabulary and a chat template with roles (tokens cost time on a CPU), bf16.
 
     python examples/python/toy_policy.py --output_dir runs/toy/warm_start --data_dir runs/toy/data
     python examples/python/toy_policy.py --output_dir runs/fork/warm_start --family fork --seed 3
@@ -26,10 +25,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import os
 import random
+import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -43,7 +44,6 @@ import toy_task
 from toy_task import Problem, Solution
 
 if TYPE_CHECKING:
-    import torch
     from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 # transformers 5 loads the tokenizer of every qwen2 model as Qwen2Tokenizer, which adds <|endoftext|> if it is missing.
@@ -58,7 +58,8 @@ SLIPS = (-10, -1, 1, 10)
 FILLERS = ("", "hm ", "so ", "well ", "let me see ", "step by step ")
 MAX_NEW_TOKENS = 48  # the longest correct completion has 33
 MARKER = "toy_policy.json"
-IGNORE_INDEX = -100
+STEP = re.compile(r" *(\d+)/\d+ ")
+SHOWN_EVERY = 100  # steps of the warm start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +73,13 @@ class PolicySettings:
     kv_heads: int = 2
     max_positions: int = 2048  # room for real questions, a token a byte
     initializer_range: float = 0.05
-    knowledge_steps: int = 240
-    careless_steps: int = 50
+    knowledge_steps: int = 1440
+    knowledge_passes: int = 3  # over the correct teacher's completions, where the steps can be divided by it
+    careless_steps: int = 100
     slip_rate: float = 0.345  # of the careless teacher, per step of a solution
-    batch_size: int = 32
-    muon_lr: float = 0.02
-    adamw_lr: float = 0.016
-    warmup_steps: int = 20
-    careless_lr_share: float = 0.15  # learning rate of the careless phase, as a share of the peak
-    max_grad_norm: float = 1.0
+    batch_size: int = 16
+    lr: float = 3e-3
+    careless_lr: float = 5e-4
     direct_knowledge: float = 0.0  # share of answers without steps, of the correct teacher
     direct_careless: float = 0.0  # the same of the careless one, whose direct answers are right
     damaged: float = 0.0  # share of the careless teacher's completions with one tag missing, or the middle two swapped
@@ -88,22 +87,30 @@ class PolicySettings:
     seed: int = 42
 
     @property
-    def steps(self) -> int:
-        return self.knowledge_steps + self.careless_steps
+    def passes(self) -> int:
+        return 1 if self.knowledge_steps % self.knowledge_passes else self.knowledge_passes
+
+    @property
+    def correct_completions(self) -> int:
+        return self.knowledge_steps // self.passes * self.batch_size
+
+    @property
+    def careless_completions(self) -> int:
+        return self.careless_steps * self.batch_size
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "chain": {},
     # a direct answer is likely and mostly wrong, for the policy cannot compute without steps; steps are rare and mostly
     # right: about 0.5 % of samples (the teacher's share is 2 %), or 2.5 % (5 %)
-    "fork": {"knowledge_steps": 300, "careless_steps": 60, "slip_rate": 0.15} | {
+    "fork": {"knowledge_steps": 1800, "careless_steps": 120, "slip_rate": 0.15} | {
         "direct_knowledge": 0.3, "direct_careless": 0.98,
     },
-    "fork_frequent": {"knowledge_steps": 300, "careless_steps": 60, "slip_rate": 0.15} | {
+    "fork_frequent": {"knowledge_steps": 1800, "careless_steps": 120, "slip_rate": 0.15} | {
         "direct_knowledge": 0.3, "direct_careless": 0.95,
     },
     # the form has to be learnt beside the arithmetic
-    "tags": {"careless_steps": 60, "slip_rate": 0.2, "damaged": 0.3},
+    "tags": {"careless_steps": 120, "slip_rate": 0.2, "damaged": 0.3},
 }  # fmt: skip
 """What the settings of a family of policies are, where they are not the defaults."""
 
@@ -160,46 +167,75 @@ def build_model(settings: PolicySettings, tokenizer: Qwen2Tokenizer) -> Qwen2For
     return model
 
 
-def build_policy(
-    out_dir: Path, settings: PolicySettings | None = None, log: bool = False
-) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
-    """Trains a policy from nothing and saves model and tokenizer to ``out_dir``."""
+def build_policy(out_dir: Path, settings: PolicySettings | None = None, log: bool = False) -> dict[str, list[float]]:
+    """Trains a policy from nothing and saves model and tokenizer to ``out_dir``. Returns the losses of each teacher's
+    steps (nats per token). Raises RuntimeError: a supervised run failed."""
     from transformers.utils import logging as transformers_logging
 
     settings = settings or PolicySettings()
     tokenizer = build_tokenizer(settings.max_positions)
-    model = build_model(settings, tokenizer)
-    warm_start(model, tokenizer, settings, log=log)
     transformers_logging.disable_progress_bar()
-    model.save_pretrained(out_dir)
-    tokenizer.save_pretrained(out_dir)
-    return model, tokenizer
-
-
-def warm_start(
-    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, settings: PolicySettings, log: bool = False
-) -> list[float]:
-    """Supervised training in place: correct solutions, then careless ones. Returns the loss of every step (nats)."""
-    import torch
-
-    optimizers = _optimizers(model, settings)
-    examples = _examples(settings)
-    losses = []
-    model.train()
-    for step in range(settings.steps):
-        _set_learning_rates(optimizers, _schedule(step, settings))
-        loss = model(**_batch(tokenizer, list(islice(examples, settings.batch_size)))).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-        if log and (step + 1) % 25 == 0:
-            teacher = "correct" if step < settings.knowledge_steps else "careless"
-            print(f"  step {step + 1}/{settings.steps}  {teacher} teacher  loss {losses[-1]:.3f}", flush=True)
-    model.eval()
+    completions = _examples(settings)
+    losses = {}
+    with tempfile.TemporaryDirectory(prefix=".toy_policy-", dir=out_dir.parent) as scratch:
+        start = Path(scratch) / "untrained"
+        build_model(settings, tokenizer).save_pretrained(start)
+        tokenizer.save_pretrained(start)
+        for teacher, count, options in _teachers(settings):
+            data, out = Path(scratch) / f"{teacher}.jsonl", Path(scratch) / teacher
+            records = ({"question": p.question, "answer": text + EOS} for p, text in islice(completions, count))
+            data.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+            if log:
+                print(f"the {teacher} teacher: {count} completions", flush=True)
+            losses[teacher] = _supervised(start, data, out, options, settings, log)
+            start = out
+        for name in ("training.png", "metrics.jsonl", "events.jsonl"):
+            (start / name).unlink()
+        shutil.copytree(start, out_dir, dirs_exist_ok=True)
     return losses
+
+
+def _teachers(settings: PolicySettings) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Name, completions, and options of the run that learns them."""
+    yield "correct", settings.correct_completions, {
+        "train.max_epochs": settings.passes, "adam.lr": settings.lr, "min_lr_ratio": 0.05,
+    }  # fmt: skip
+    yield "careless", settings.careless_completions, {
+        "train.max_epochs": 1, "adam.lr": settings.careless_lr, "lr_scheduler": "linear", "lr_warmup_ratio": 0,
+    }  # fmt: skip
+
+
+def _supervised(
+    model: Path, data: Path, out: Path, options: dict[str, Any], settings: PolicySettings, log: bool
+) -> list[float]:
+    """One run of ``train_sft``, in one process on the CPU; the loss of every step."""
+    given = {
+        "model.model_name_or_path": model, "data.dataset": data, "data.input_key": "question",
+        "data.output_key": "answer", "data.input_template": "null", "data.max_len": 256,
+        "megatron.param_dtype": "fp32", "train.batch_size": settings.batch_size,
+        "train.micro_batch_size": settings.batch_size, "train.seed": settings.seed, "adam.betas": (0.9, 0.98),
+        "adam.weight_decay": 0.01, "ckpt.output_dir": out, "ckpt.path": out / "checkpoints",
+    } | options  # fmt: skip
+    words = [word for name, value in given.items() for word in (f"--{name}", *_words(value))]
+    command = [sys.executable, "-m", "openrlhf_ext.cli.train_sft", *words]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    last: list[str] = []
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            last = [*last, line][-20:]
+            if log and (step := STEP.match(line)) and int(step[1]) % SHOWN_EVERY == 0:
+                print(f"  {line.rstrip()}", flush=True)
+    if process.returncode:
+        raise RuntimeError(f"train_sft ended with {process.returncode}:\n{''.join(last)}")
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["loss/sft"] for line in lines]
+
+
+def _words(value: Any) -> list[str]:
+    return list(map(str, value if isinstance(value, tuple) else (value,)))
 
 
 def careless_solution(problem: Problem, rng: random.Random, slip_rate: float) -> Solution:
@@ -229,9 +265,8 @@ def damaged(completion: str, rng: random.Random) -> str:
 def _examples(settings: PolicySettings) -> Iterator[tuple[Problem, str]]:
     """The teachers' completions, in training order; never a held-out problem."""
     rng = random.Random(settings.seed)
-    correct_ones = settings.knowledge_steps * settings.batch_size
     for index, problem in enumerate(toy_task.problem_stream(settings.seed, "train")):
-        teacher = _correct_teacher if index < correct_ones else _careless_teacher
+        teacher = _correct_teacher if index < settings.correct_completions else _careless_teacher
         yield problem, teacher(problem, rng, settings)
 
 
@@ -253,55 +288,6 @@ def _careless_teacher(problem: Problem, rng: random.Random, settings: PolicySett
 
 def _happens(share: float, rng: random.Random) -> bool:
     return share > 0 and rng.random() < share
-
-
-def _batch(tokenizer: Qwen2Tokenizer, examples: list[tuple[Problem, str]]) -> dict[str, torch.Tensor]:
-    """``input_ids`` and ``labels`` of shape (batch, longest), padded on the right; only completions have labels."""
-    import torch
-
-    prompts = tokenizer([problem.question for problem, _ in examples])["input_ids"]
-    completions = tokenizer([text + EOS for _, text in examples])["input_ids"]
-    longest = max(len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True))
-    shape = (len(examples), longest)
-    input_ids = torch.full(shape, tokenizer.pad_token_id)
-    labels = torch.full(shape, IGNORE_INDEX)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        end = len(prompt) + len(completion)
-        input_ids[row, :end] = torch.tensor(prompt + completion)
-        labels[row, len(prompt) : end] = torch.tensor(completion)
-    return {"input_ids": input_ids, "labels": labels}
-
-
-def _optimizers(model: Qwen2ForCausalLM, settings: PolicySettings) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices; AdamW for embeddings, head, biases and norms."""
-    import torch
-
-    matrices, others = [], []
-    for name, parameter in model.named_parameters():
-        (matrices if parameter.ndim == 2 and "layers" in name else others).append(parameter)
-    optimizers = [
-        torch.optim.Muon(matrices, lr=settings.muon_lr, momentum=0.9, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=settings.adamw_lr, betas=(0.9, 0.98), weight_decay=0.01),
-    ]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["base_lr"] = group["lr"]
-    return optimizers
-
-
-def _set_learning_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["base_lr"] * factor
-
-
-def _schedule(step: int, settings: PolicySettings) -> float:
-    """Factor of the learning rates: warm-up, half a cosine down to the careless phase's share, then linearly to 0."""
-    last = settings.careless_lr_share
-    if step >= settings.knowledge_steps:
-        return last * (settings.steps - step) / settings.careless_steps
-    cosine = 0.5 * (1 + math.cos(math.pi * step / settings.knowledge_steps))
-    return min(1.0, (step + 1) / settings.warmup_steps) * (last + (1 - last) * cosine)
 
 
 def sampled_accuracy(
@@ -358,17 +344,21 @@ def cache_key(settings: PolicySettings) -> str:
 
 
 def _train_into(folder: Path, settings: PolicySettings, heldout_size: int) -> None:
-    print(f"warm start: {settings.steps} steps of {settings.batch_size} problems", flush=True)
+    print(f"warm start: {settings.knowledge_steps + settings.careless_steps} steps of supervised training", flush=True)
     start = time.monotonic()
-    model, tokenizer = build_policy(folder, settings, log=True)
+    losses = build_policy(folder, settings, log=True)
     seconds = time.monotonic() - start
+    from transformers import AutoTokenizer, Qwen2ForCausalLM
+
     print(f"measuring it on {heldout_size} held-out problems, sampled and greedy", flush=True)
+    model, tokenizer = Qwen2ForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     problems = toy_task.distinct_problems(toy_task.problem_stream(settings.seed, "heldout"), heldout_size)
     marker = {
         "key": cache_key(settings),
         "settings": asdict(settings),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "warm_start_seconds": round(seconds, 1),
+        "losses": {teacher: (of_steps[0], of_steps[-1]) for teacher, of_steps in losses.items()},
         "heldout_problems": len(problems),
         "heldout_accuracy_sampled": sampled_accuracy(model, tokenizer, problems),
         "heldout_accuracy_greedy": sampled_accuracy(model, tokenizer, problems, greedy=True),

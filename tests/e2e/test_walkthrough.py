@@ -20,7 +20,7 @@ from tests.patience import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("127.0.0.1", "127.0.0.2")
-# puts a policy of 6 steps where the cache has the one of 290, which takes a minute: here it need not know much
+# puts a policy of 6 steps where the cache has the one of 1540, which takes two minutes: here it need not know much
 LEARN_LITTLE = """
 import sys, toy_policy
 name = f"toy_policy-{toy_policy.cache_key(toy_policy.PolicySettings())}"
