@@ -351,7 +351,7 @@ def paper_commands(name: str, paper: Paper, item_name: str) -> Iterator[str]:
     yield f"# ours: {item.ours}"
     yield "# $MODELS: the start models; $DATA/*_train.jsonl, *_test.jsonl: data sets as published (docs/papers.md)"
     sets = paper.evaluation.benchmarks if any(map(_evaluates, trained)) else []
-    for data in dict.fromkeys([*(run.data for run in [*trained, *tuned]), *sets]):
+    for data in dict.fromkeys([*(run.data for run in trained), *(run.data for run in tuned), *sets]):
         yield f"python examples/python/prepare_data.py {paper.data[data]} --output $DATA/{data}.jsonl"
     for run_name, sft in zip(item.sft, tuned, strict=True):
         yield _tuning_command(sft, f"{folder}/{run_name}")
