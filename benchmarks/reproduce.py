@@ -50,6 +50,16 @@ _OF_THE_METHOD = re.compile(
     r"rollout\.n_samples_per_prompt"
 )
 _TOY_GROUP = 8
+IN_REPORT = {  # what a curve of the toy policy is called in metrics.jsonl of a cluster's run
+    "accuracy": "accuracy/mean",
+    "format": "reward_log/format",
+    "entropy": "entropy/mean",
+    "completion_entropy": "entropy/completion_mean",
+    "length": "response/length_mean",
+    "ref_kl": "kl/reference",
+    "conflict_forward": "algorithm/conflict_forward",
+    "conflict_backward": "algorithm/conflict_backward",
+}
 _TOY: dict[str, Any] = {
     "actor": {"lr_scheduler": "constant_with_warmup", "lr_warmup_ratio": 0.05, "adam.lr": 3.0e-4},
     "data": {"input_key": "question", "label_key": "answer"},
@@ -73,13 +83,10 @@ class Toy(_Part):
 
 
 class Evaluation(_Part):
-    """How the paper's checkpoints are evaluated."""
+    """How the paper's checkpoints are evaluated: ``protocol`` of ``openrlhf-ext evaluate``."""
 
+    protocol: str
     benchmarks: list[str]
-    samples: PositiveInt
-    temperature: float
-    tokens: PositiveInt
-    system_prompt: str | None = None
 
 
 class Run(_Part):
@@ -92,11 +99,19 @@ class Run(_Part):
     environment: dict[str, str] = {}
 
 
+class Tuned(_Part):
+    """A run of supervised fine-tuning: a recipe of configs/sft. At scale toy there is none."""
+
+    recipe: str
+    data: str
+
+
 class Item(_Part):
     """What of the runs is drawn: ``curves`` of rollouts over steps, ``evaluated`` numbers over steps, a ``table``."""
 
     what: str
     runs: list[str]
+    sft: list[str] = []
     curves: list[str] = []
     evaluated: list[str] = []
     table: list[str] = []
@@ -104,14 +119,17 @@ class Item(_Part):
 
 
 class Paper(_Part):
-    """The figures and tables of a text, and the ``missing`` ones with the reason."""
+    """The figures and tables of a text, and the ``missing`` ones with the reason; ``data``: the words that
+    prepare_data.py makes each file of."""
 
     title: str
     reward: str
     steps: PositiveInt  # of a run at the paper's scale, for the hours of docs/papers.md
     toy: Toy
     evaluation: Evaluation
+    data: dict[str, str]
     runs: dict[str, Run]
+    sft: dict[str, Tuned] = {}
     items: dict[str, Item]
     missing: dict[str, str] = {}
 
@@ -125,8 +143,9 @@ def read_papers() -> dict[str, Paper]:
     papers = {name: Paper.model_validate(raw) for name, raw in yaml.safe_load(PAPERS.read_text()).items()}
     for name, paper in papers.items():
         for item, value in paper.items.items():
-            if unknown := [run for run in value.runs if run not in paper.runs]:
-                raise ValueError(f"{PAPERS}: {name}.items.{item}.runs: no such runs: {', '.join(unknown)}")
+            unknown = [run for run in value.runs if run not in paper.runs]
+            if unknown := unknown + [run for run in value.sft if run not in paper.sft]:
+                raise ValueError(f"{PAPERS}: {name}.items.{item}: no such runs: {', '.join(unknown)}")
     return papers
 
 
@@ -326,35 +345,68 @@ def words(options: Mapping[str, Any]) -> list[str]:
 
 def paper_commands(name: str, paper: Paper, item_name: str) -> Iterator[str]:
     """The commands of an item: data, training, evaluation, report."""
-    item, folder, evaluation = paper.items[item_name], f"runs/papers/{name}", paper.evaluation
+    item, folder = paper.items[item_name], f"runs/papers/{name}"
+    trained, tuned = [paper.runs[run] for run in item.runs], [paper.sft[run] for run in item.sft]
     yield f"# {paper.title}, {item_name}: {item.what}"
     yield f"# ours: {item.ours}"
-    yield "# docs/papers.md says how $DATA is made; on a cluster: submit_recipe.sh URL, or slurm_recipe.sh"
-    for run_name in item.runs:
-        run = paper.runs[run_name]
-        model = yaml.safe_load(recipe_path(run).read_text())["actor.model_name_or_path"].rpartition("/")[2]
-        out = f"{folder}/{run_name}"
-        held_out = ["--eval.dataset", "$DATA/aime24.jsonl"] if "\neval." in recipe_path(run).read_text() else []
-        given = [*words(run.options), "--ckpt.output_dir", out, "--ckpt.path", f"{out}/checkpoints", *held_out]
-        variables = "".join(f"{key}={value} " for key, value in run.environment.items())
-        yield (
-            f"{variables}bash examples/scripts/train_recipe.sh {run.recipe} $MODELS/{model} $DATA/{run.data}.jsonl "
-            f"{paper.reward} {_quoted(given)}"
-        )
+    yield "# $MODELS: the start models; $DATA/*_train.jsonl, *_test.jsonl: data sets as published (docs/papers.md)"
+    sets = paper.evaluation.benchmarks if any(map(_evaluates, trained)) else []
+    for data in dict.fromkeys([*(run.data for run in trained), *(run.data for run in tuned), *sets]):
+        yield f"python examples/python/prepare_data.py {paper.data[data]} --output $DATA/{data}.jsonl"
+    for run_name, sft in zip(item.sft, tuned, strict=True):
+        yield _tuning_command(sft, f"{folder}/{run_name}")
+    yield "# on a cluster: submit_recipe.sh URL, or slurm_recipe.sh"
+    for run_name, run in zip(item.runs, trained, strict=True):
+        yield _training_command(run, paper, f"{folder}/{run_name}")
+    runs = [*item.sft, *item.runs]
     if item.table or item.evaluated:
-        system = f"--system_prompt {evaluation.system_prompt} " if evaluation.system_prompt else ""
-        files = " ".join(f"{each}=$DATA/{each}_test.jsonl" for each in evaluation.benchmarks)
-        for run_name in item.runs:
+        if any("ckpt.best_metric_key" in yaml.safe_load(recipe_path(run).read_text()) for run in trained):
+            yield "# a run that collapsed: --model OUT/checkpoints/global_stepN_hf; best.json beside it says N"
+        files = " ".join(f"{each}=$DATA/{each}_test.jsonl" for each in paper.evaluation.benchmarks)
+        for run_name in runs:
             yield (
-                f"openrlhf-ext evaluate --model {folder}/{run_name} --benchmark {files} {system}--apply_chat_template "
-                f"--n {evaluation.samples} --temperature {evaluation.temperature:g} --max_new_tokens "
-                f"{evaluation.tokens} --engine vllm --device cuda --out {folder}/{run_name}/evaluation"
+                f"openrlhf-ext evaluate --protocol {paper.evaluation.protocol} --model {folder}/{run_name} --benchmark "
+                f"{files} --engine vllm --device cuda --dtype bfloat16 --out {folder}/{run_name}/evaluation"
             )
-    yield f"openrlhf-ext report {' '.join(f'{folder}/{run}' for run in item.runs)} --output {folder}/{item_name}.html"
+    drawn = [IN_REPORT[curve] for curve in item.curves]
+    if "conflict_forward" in item.curves:
+        drawn.append("conflict/mean")
+    if item.evaluated:
+        drawn += [f"eval/{each}/pass@K" for each in sets]
+    if drawn:
+        yield f"# in the report: {', '.join(drawn)}"
+    yield f"openrlhf-ext report {' '.join(f'{folder}/{run}' for run in runs)} --output {folder}/{item_name}.html"
 
 
-def _quoted(given: Sequence[str]) -> str:
-    return " ".join(word if word.startswith("$") else shlex.quote(word) for word in given)
+def _evaluates(run: Run) -> bool:
+    """Whether the recipe evaluates during training."""
+    return any(option.startswith("eval.") for option in yaml.safe_load(recipe_path(run).read_text()))
+
+
+def _training_command(run: Run, paper: Paper, out: str) -> str:
+    model = yaml.safe_load(recipe_path(run).read_text())["actor.model_name_or_path"].rpartition("/")[2]
+    given = [*words(run.options), "--ckpt.output_dir", out, "--ckpt.path", f"{out}/checkpoints"]
+    typed = shlex.join(given)
+    if _evaluates(run):
+        typed += f" --eval.dataset {','.join(f'{each}=$DATA/{each}.jsonl' for each in paper.evaluation.benchmarks)}"
+    variables = "".join(f"{key}={value} " for key, value in run.environment.items())
+    return (
+        f"{variables}bash examples/scripts/train_recipe.sh {run.recipe} $MODELS/{model} $DATA/{run.data}.jsonl "
+        f"{paper.reward} {typed}"
+    )
+
+
+def tuning_path(run: Tuned) -> Path:
+    return ROOT / f"configs/sft/{run.recipe}.yaml"
+
+
+def _tuning_command(run: Tuned, out: str) -> str:
+    model = yaml.safe_load(tuning_path(run).read_text())["model.model_name_or_path"].rpartition("/")[2]
+    return (
+        f"python -m openrlhf_ext.cli.train_sft --config {tuning_path(run).relative_to(ROOT)} "
+        f"--model.model_name_or_path $MODELS/{model} --data.dataset $DATA/{run.data}.jsonl --ckpt.output_dir {out} "
+        f"--ckpt.path {out}/checkpoints"
+    )
 
 
 # ---- docs/papers.md --------------------------------------------------------------------------------------------------
@@ -375,7 +427,8 @@ def pages_table(papers: Mapping[str, Paper]) -> str:
                 gpus, step_s = planned[key]
                 hours.setdefault(gpus, []).append(paper.steps * step_s / 3600)
             needs = ", ".join(f"{len(h)} x {sum(h) / len(h):.0f} h on {gpus} GPUs" for gpus, h in hours.items())
-            recipes = ", ".join(f"`{recipe}`" for recipe in dict.fromkeys(run.recipe for run in runs))
+            tuned = dict.fromkeys(f"sft/{paper.sft[run].recipe}" for run in item.sft)
+            recipes = ", ".join(f"`{recipe}`" for recipe in [*dict.fromkeys(run.recipe for run in runs), *tuned])
             lines.append(f"| `{name} {item_name}` | {item.what} | {recipes} | {needs} | {item.ours} |")
         lines += [f"| {name} {item_name} | no command: {why} | - | - | - |" for item_name, why in paper.missing.items()]
     return "\n".join(lines) + "\n"
@@ -410,7 +463,8 @@ def listing(papers: Mapping[str, Paper]) -> str:
     lines = []
     for name, paper in papers.items():
         lines.append(f"{name}: {paper.title}")
-        lines += [f"  {item:16} {len(value.runs):2} runs  {value.what}" for item, value in paper.items.items()]
+        runs = {item: len(value.runs) + len(value.sft) for item, value in paper.items.items()}
+        lines += [f"  {item:16} {runs[item]:2} runs  {value.what}" for item, value in paper.items.items()]
         lines += [f"  {item:16} none     {why}" for item, why in paper.missing.items()]
     return "\n".join(lines)
 

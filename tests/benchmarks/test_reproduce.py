@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -11,10 +13,14 @@ import yaml
 
 from benchmarks import reproduce
 from benchmarks.reproduce import Paper, flat, read_papers
+from openrlhf_ext.cli import evaluate
 from openrlhf_ext.config import build_config
+from openrlhf_ext.config.sft import load_supervised
 from openrlhf_ext.driver import preflight
+from openrlhf_ext.reporting.names import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
+PREPARE = runpy.run_path(str(ROOT / "examples/python/prepare_data.py"))["parser"]()
 ITEMS = [(name, item) for name, paper in read_papers().items() for item in paper.items]
 RUNS = [(name, run) for name, paper in read_papers().items() for run in paper.runs]
 
@@ -39,6 +45,8 @@ def test_every_figure_and_table_is_listed_or_has_its_reason(run):
     assert {f"fig{n}" for n in range(1, 5)} <= papers["tan_first"].items.keys()
     used = {(name, run) for name, paper in papers.items() for item in paper.items.values() for run in item.runs}
     assert used == set(RUNS), "every run is of some item"
+    tuned = {run for item in papers["simoni"].items.values() for run in item.sft}
+    assert tuned == papers["simoni"].sft.keys()
 
 
 @pytest.mark.parametrize(("name", "item"), ITEMS, ids="-".join)
@@ -51,15 +59,41 @@ def test_an_item_loads_at_toy_scale_and_prints_the_clusters_commands(monkeypatch
     trained = [line for line in commands if "train_recipe.sh" in line]
     assert len(trained) == len(paper.items[item].runs)
     assert all(shlex.split(line) for line in commands if not line.startswith("#"))
-    evaluated = any(line.startswith("openrlhf-ext evaluate") for line in commands)
-    assert evaluated == bool(paper.items[item].table or paper.items[item].evaluated)
+    evaluations = [line for line in commands if line.startswith("openrlhf-ext evaluate")]
+    assert bool(evaluations) == bool(paper.items[item].table or paper.items[item].evaluated)
+    for line in evaluations:
+        assert evaluate._parser().parse_args(shlex.split(line)[2:]).protocol == paper.evaluation.protocol
+    prepared = [PREPARE.parse_args(shlex.split(line)[2:]).output for line in commands if "prepare_data.py" in line]
+    train = [line for line in commands if "train_recipe.sh" in line or "train_sft" in line]
+    assert {file for line in train for file in re.findall(r"\$DATA/\w+\.jsonl", line)} == set(prepared)
+
+
+def test_curves_are_called_as_in_a_runs_metrics():
+    names = {metric.name for metric in METRICS}
+    curves = {curve for paper in read_papers().values() for item in paper.items.values() for curve in item.curves}
+    assert curves <= reproduce.IN_REPORT.keys()
+    assert {reproduce.IN_REPORT[curve] for curve in curves} - {"reward_log/format"} <= names
+
+
+@pytest.mark.parametrize("name", read_papers()["simoni"].sft)
+def test_a_run_of_supervised_fine_tuning_loads(name, tmp_path, monkeypatch):
+    paper = read_papers()["simoni"]
+    (item,) = [item for item, value in paper.items.items() if value.sft == [name]]
+    record = {"question": [{"role": "user", "content": "1+1?"}], "solution": [{"role": "assistant", "content": "2"}]}
+    (tmp_path / f"{paper.sft[name].data}.jsonl").write_text(json.dumps(record) + "\n")
+    (line,) = [line for line in reproduce.paper_commands("simoni", paper, item) if "cli.train_sft" in line]
+    monkeypatch.chdir(ROOT)
+    typed = line.replace("$DATA", str(tmp_path)).replace("$MODELS", "someone")  # a hub name
+    assert load_supervised(shlex.split(typed)[3:]).data.output_key == "solution"
 
 
 @pytest.mark.parametrize(("name", "run_name"), RUNS, ids="-".join)
 def test_a_run_loads_at_the_papers_scale(name, run_name):
-    run = read_papers()[name].runs[run_name]
+    paper = read_papers()[name]
+    run = paper.runs[run_name]
     recipe = yaml.safe_load(reproduce.recipe_path(run).read_text())
-    held_out = {"eval.dataset": "study/heldout"} if any(option.startswith("eval.") for option in recipe) else {}
+    sets = ",".join(f"{each}=study/{each}.jsonl" for each in paper.evaluation.benchmarks)
+    held_out = {"eval.dataset": sets} if any(option.startswith("eval.") for option in recipe) else {}
     config = build_config(flat(recipe) | held_out | flat(run.options), files=False)  # raises ConfigError
     method = preflight.option_findings(config)
     assert method.violations == ()
