@@ -3,6 +3,7 @@
     python benchmarks/real_model.py                                          # every cell that is not there yet
     python benchmarks/real_model.py --estimators gtpo_entropy grpo --seeds 1
     python benchmarks/real_model.py --record                                 # only the record and the figure anew
+    python benchmarks/real_model.py --record --script runs/real_model --minutes 14 --commit HASH   # of real_model.sh
 
 A cell is one estimator and one seed: configs/real_model.yaml for ``--steps`` steps, then 8 samples of each held-out
 problem from the final checkpoint. One cell after the other; one that is in the record, or finished in --work, is not
@@ -49,12 +50,16 @@ def main() -> int:
     add("--steps", type=int, default=30, help="training steps of a cell, 64 samples each")
     add("--work", type=Path, default=Path("runs/real_model_cells"), help="folder of the cells")
     add("--record", action="store_true", help="run nothing")
+    add("--script", type=Path, help="folder of a run of examples/scripts/real_model.sh, for the record")
+    add("--minutes", type=float, help="with --script: what it printed as its time")
+    add("--commit", help="with --script: of the checkout that ran it")
     arguments = parser.parse_args()
     work = arguments.work.resolve()
     os.chdir(record.ROOT)
     if not arguments.record:
         run_cells(work, arguments.estimators, arguments.seeds, arguments.steps)
-    write_record(work)
+    script = None if arguments.script is None else script_summary(arguments.script, arguments.minutes, arguments.commit)
+    write_record(work, script)
     return 0
 
 
@@ -130,8 +135,26 @@ def _python(*words: object, output: bool = False) -> str:
 # --- the record -------------------------------------------------------------------------------------------------------
 
 
-def write_record(work: Path) -> None:
-    """The record of all finished cells, and their figure."""
+def script_summary(run: Path, minutes: float, commit: str) -> dict[str, Any]:
+    """A run of the script: before, after and its time."""
+    lines = read_metrics(run / "metrics.jsonl")
+    return {
+        "commit": commit,
+        "minutes": minutes,
+        "steps": sum("reward/mean" in line for line in lines),
+        "training_minutes": (lines[-1]["time"] - lines[0]["time"]) / 60,
+        "before": _result(run / "before.json"),
+        "after": _result(run / "after.json"),
+        "heldout": _heldout(lines),
+    }
+
+
+def _heldout(lines: list[dict[str, Any]]) -> list[list[float]]:
+    return [[e["step"], e["eval/accuracy"], e["eval/accuracy_stderr"]] for e in lines if "eval/accuracy" in e]
+
+
+def write_record(work: Path, script: dict[str, Any] | None) -> None:
+    """The record of all finished cells, and their figure; ``script``: None = that of the earlier record stays."""
     own = [summary(path.parent) for path in sorted(work.glob("*/cell.json"))]
     others = [cell for cell in recorded() if not any(is_same(each["settings"], cell["settings"]) for each in own)]
     cells = sorted(others + own, key=lambda cell: (ESTIMATORS.index(cell["estimator"]), cell["seed"]))
@@ -142,6 +165,7 @@ def write_record(work: Path) -> None:
         **record.environment(*PACKAGES),
         "settings": {"config": CONFIG, "samples_per_step": 64, "layout": "DP2, bf16, train.max_staleness 1"},
         "before": _result(work / "before.json") if own else record.load(RESULT.name)["before"],
+        "script": script or (record.load(RESULT.name).get("script") if RESULT.exists() else None),
         "cells": cells,
         "missing": [
             f"{estimator}-{seed}"
@@ -166,7 +190,7 @@ def summary(cell: Path) -> dict[str, Any]:
         **{name: about["settings"][name] for name in ("estimator", "seed", "steps")},
         **{name: about[name] for name in ("settings", "commit", "seconds", "load_average")},
         "after": _result(cell / "after.json"),
-        "heldout": [[e["step"], e["eval/accuracy"], e["eval/accuracy_stderr"]] for e in lines if "eval/accuracy" in e],
+        "heldout": _heldout(lines),
         "training": {name: [_short(step[name]) for step in steps] for name in TRAINING if name in steps[0]},
         "completions": [
             {
@@ -235,7 +259,22 @@ def _interval(result: dict[str, Any]) -> str:
     return f"{100 * low:.1f} to {100 * high:.1f} %"
 
 
-TEXTS = {"table": table}
+def text() -> str:
+    """README: what the script gained, and in which time."""
+    found = record.load(RESULT.name)
+    script = found["script"]
+    before, after = script["before"], script["after"]
+    return record.wrapped(
+        f"On {found['cores']} CPU cores ([benchmarks/results/{RESULT.name}](benchmarks/results/{RESULT.name})): from "
+        f"**{100 * before['accuracy']:.1f} % to {100 * after['accuracy']:.1f} %** of {before['prompts']} held-out "
+        f"problems, {before['samples_per_prompt']} samples each at temperature 1 (95 % intervals "
+        f"{_interval(before)} and {_interval(after)}), in {script['steps']} steps of 64 samples; the whole script took "
+        f"{script['minutes']:.0f} minutes, the download included. One run: what other methods and seeds do is measured "
+        "as time allows."
+    )
+
+
+TEXTS = {"table": table, "text": text}
 
 
 if __name__ == "__main__":

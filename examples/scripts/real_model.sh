@@ -2,7 +2,7 @@
 # A model that somebody else made, through the whole stack: SmolLM2-135M-Instruct learns small sums and differences by
 # reinforcement learning, on two cores in bf16, through its own chat template.
 #
-#   bash examples/scripts/real_model.sh [--minutes 20] [--family NAME] [--set NAME=VALUE] [--data gsm8k=FOLDER]
+#   bash examples/scripts/real_model.sh [--minutes 10] [--family NAME] [--set NAME=VALUE] [--data gsm8k=FOLDER]
 #                                       [--entity.name value ...]
 #
 #   --minutes N             of training, evaluations in between included; what comes before and after takes some three
@@ -16,7 +16,7 @@
 #
 # Variables that you may set:
 #   REAL_MODEL_DIR       where results go                           (default: runs/real_model in the checkout)
-#   REAL_MODEL_MIN_GAIN  accuracy it must gain, as a fraction       (default: 0.4; -1 with --family, --set or --data)
+#   REAL_MODEL_MIN_GAIN  accuracy it must gain, as a fraction       (default: 0.3; -1 with --family, --set or --data)
 #   OPENRLHF_EXT_CACHE   where the model is kept: 630 MB            (default: ~/.cache/openrlhf_ext)
 
 set -euo pipefail
@@ -25,7 +25,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 die() { echo "real_model.sh: $*" >&2; exit 2; }
 
-MINUTES=20 GSM8K='' FAMILY=() MIN_GAIN=0.4
+MINUTES=10 GSM8K='' FAMILY=() MIN_GAIN=0.3
 while (($#)); do
     case $1 in
         --minutes | --family | --set | --data) (($# > 1)) || die "$1 needs a value" ;;
