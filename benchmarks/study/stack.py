@@ -25,6 +25,7 @@ _CURVES = {
     "reward": "reward/mean",
     "length": "response/length_mean",
     "entropy": "entropy/mean",
+    "completion_entropy": "entropy/completion_mean",
     "grad_norm": "grad_norm",
     "clip_fraction": "loss/clip_fraction",
     "sampling_s": "time/generate",
