@@ -32,6 +32,7 @@ from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, finish_interrupte
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.tools.evaluate.problems import Problem, Store, load_benchmark, load_completions, load_problems
+from openrlhf_ext.tools.evaluate.protocols import DEFAULTS
 from openrlhf_ext.tools.evaluate.request import Request
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from openrlhf_ext.tools.report.page import page_data, read_runs
@@ -199,6 +200,7 @@ def read_store(path: Path) -> None:
         pass
 
 
+ASKED_FOR_NOTHING = dict.fromkeys(("protocol", "completions", *DEFAULTS))  # options of evaluate
 KINDS: dict[str, Callable[[Path], Any]] = {
     "run.yaml": read_configuration,
     **dict.fromkeys(["data.jsonl", "array.json", "data.csv", "data.parquet", "data.arrow"], read_data),
@@ -211,7 +213,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "aime.jsonl": lambda path: load_benchmark("aime24", path),
     "saved.jsonl": lambda path: load_completions(path, [Problem(i, f"{i}+1=", "") for i in range(12)]),
     "store.jsonl": read_store,
-    "before.json": lambda path: Request(SimpleNamespace(compare=str(path))).before,
+    "before.json": lambda path: Request(SimpleNamespace(compare=str(path), **ASKED_FOR_NOTHING)).before,
     "best.json": lambda path: CheckpointStore(path.parent, 3).best(),
     "out/.complete/files.json": finish_export,
 }

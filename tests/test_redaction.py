@@ -44,7 +44,7 @@ def test_the_command_shows_no_password_and_takes_no_hidden_one(tmp_path, capsys)
     shown = capsys.readouterr()
     hidden = "http://(hidden)@grader:80/f"
     assert "w:o" not in shown.out + shown.err
-    (line,) = [line for line in shown.out.splitlines() if "remote_url:" in line]
+    (line,) = [line for line in shown.out.splitlines() if "remote_url:" in line and "grader" in line]
     assert f'remote_url: "{hidden},{hidden}"  # set: ' in line and "# something is hidden: put it in" in line
     assert main([*words, "--dry_run_json"]) == 0
     assert "w:o" not in (text := capsys.readouterr().out) and hidden in text

@@ -10,12 +10,13 @@ import vulture
 ROOT = Path(__file__).parent.parent
 SCANNED = ("openrlhf_ext", "patches", "benchmarks", "examples")
 REGISTERED = ["@register_algorithm", "@model_validator"]
-OPTIONS = ("openrlhf_ext/options/sections/", "openrlhf_ext/config/run_config.py")
+OPTIONS = ("openrlhf_ext/options/sections/", "openrlhf_ext/config/run_config.py", "openrlhf_ext/config/sft.py")
 """Fields there are options: some are read by OpenRLHF's classes only, others are refused by name."""
 
 LIBRARIES_READ = {
     # overridden: the library calls it
     "_check_value": "argparse, of a parser",
+    "formatter_class": "argparse, of a parser",
     "_communicate": "Megatron's schedules, of P2PCommunicator",
     "_initiate_actors": "OpenRLHF's RayActorGroup; pg is its parameter",
     "pg": "see _initiate_actors",
