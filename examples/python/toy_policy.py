@@ -102,12 +102,12 @@ class PolicySettings:
 FAMILIES: dict[str, dict[str, Any]] = {
     "chain": {},
     # a direct answer is likely and mostly wrong, for the policy cannot compute without steps; steps are rare and mostly
-    # right: about 0.5 % of samples (the teacher's share is 2 %), or 2.5 % (5 %)
+    # right: about 0.5 % of samples, or 2.5 %
     "fork": {"knowledge_steps": 1800, "careless_steps": 120, "slip_rate": 0.15} | {
-        "direct_knowledge": 0.3, "direct_careless": 0.98,
+        "direct_knowledge": 0.3, "direct_careless": 0.994,
     },
     "fork_frequent": {"knowledge_steps": 1800, "careless_steps": 120, "slip_rate": 0.15} | {
-        "direct_knowledge": 0.3, "direct_careless": 0.95,
+        "direct_knowledge": 0.3, "direct_careless": 0.968,
     },
     # the form has to be learnt beside the arithmetic
     "tags": {"careless_steps": 120, "slip_rate": 0.2, "damaged": 0.3},
