@@ -51,6 +51,10 @@ def main(argv: list[str] | None = None) -> int:
 def start(words: list[str]) -> int:
     """The same; raises ConfigError, CheckpointError, InputError."""
     config = load_supervised(words, _choice)
+    if not config.dry_run and (folder := _downloaded(config)) is not None:
+        # the rules and the layout are asked again: they are about the model, which is here now
+        words = [*words, f"--{_MODEL}", folder]
+        config = load_supervised(words, _choice)
     if not config.logger.verbose:
         warnings.simplefilter("ignore")
     if config.dry_run:
@@ -60,7 +64,7 @@ def start(words: list[str]) -> int:
     if os.environ.get("RANK", "0") == "0":
         for warning in config.warnings:
             logger.warning(warning)
-    return run(with_local_model(config))
+    return run(config)
 
 
 def _choice(policy: RunConfig) -> Mapping[str, Any]:
@@ -80,13 +84,10 @@ def launch(ranks: int, words: list[str]) -> int:
     os.execv(command[0], command)
 
 
-def with_local_model(config: SupervisedConfig) -> SupervisedConfig:
-    """With a folder as its model: a hub name is downloaded first. Raises ConfigError."""
+def _downloaded(config: SupervisedConfig) -> str | None:
+    """The folder of a model that is given by its hub name, None for a folder. Raises ConfigError."""
     name = config.model.model_name_or_path
-    if name is None or Path(name).is_dir():
-        return config
-    model = config.model.model_copy(update={"model_name_or_path": downloaded(_MODEL, name)})
-    return config.model_copy(update={"model": model})
+    return None if name is None or Path(name).is_dir() else downloaded(_MODEL, name)
 
 
 def run(config: SupervisedConfig) -> int:
@@ -96,6 +97,9 @@ def run(config: SupervisedConfig) -> int:
     from openrlhf_ext.stores import open_store
 
     apply()
+    from openrlhf_ext.megatron.settings import training_environment
+
+    os.environ |= training_environment(config.policy)
     store = None
     if "WORLD_SIZE" not in os.environ:
         store = open_store("127.0.0.1")  # lives as long as this process: `init_process_group` finds it

@@ -24,7 +24,7 @@ from openrlhf_ext.config.load import (
     unsupported,
 )
 from openrlhf_ext.config.model_rules import model_violations
-from openrlhf_ext.config.rules import check_sections, policy_layout
+from openrlhf_ext.config.rules import check_sections, policy_layout, recomputation
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.show import format_help
 from openrlhf_ext.megatron.layout import ParallelLayout
@@ -212,8 +212,8 @@ def _violations(config: SupervisedConfig) -> Iterator[Violation]:
         yield Violation(("fp8.rollout_enable",),
             "fp8.rollout_enable is about rollout engines, which supervised training has not: leave it out")
     policy = config.policy
-    of_policy = (found for rule in (model_violations, policy_layout, precision.parameters, output_violations)
-                 for found in rule(policy))
+    rules = (model_violations, policy_layout, recomputation, precision.parameters, output_violations)
+    of_policy = (found for rule in rules for found in rule(policy))
     yield from _answers(config)
     for found in (*of_policy, *_datasets(config)):
         yield Violation(tuple(map(_here, found.options)), _here(found.message))

@@ -16,7 +16,7 @@ import ray
 from openrlhf_ext.algorithms import Algorithm, get_algorithm
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import algorithm_options
-from openrlhf_ext.megatron.settings import ModelSettings, layer_converters
+from openrlhf_ext.megatron.settings import ModelSettings, layer_converters, training_environment
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections.algo import CUSTOM
 from openrlhf_ext.ranks.publishing import SyncSettings
@@ -40,10 +40,7 @@ def worker_env(config: RunConfig) -> dict[str, str]:
         # engine that died would take policy and engines with it. Our own report reads the recorder (docs/operating.md).
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     }
-    if config.train.full_determinism_enable:
-        env["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # read by TransformerEngine's attention
-    for converter in layer_converters(config):
-        env |= converter.environment()
+    env |= training_environment(config)
     if Path(policy_path(config)).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return env

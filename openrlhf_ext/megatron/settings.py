@@ -36,6 +36,16 @@ class ModelSettings:
         return (self.rollout.max_tokens_per_gpu or tokens) if forward_only else tokens
 
 
+def training_environment(config: Any) -> dict[str, str]:
+    """What a training process must find in its environment before its layers are imported, of a ``RunConfig``."""
+    env: dict[str, str] = {}
+    if config.train.full_determinism_enable:
+        env["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # read by TransformerEngine's attention
+    for converter in layer_converters(config):
+        env |= converter.environment()
+    return env
+
+
 KNOWN: tuple[type[LayerConverter], ...] = (FP8Layers,)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -87,6 +88,9 @@ class Records:
     def finished(self, path: str) -> None:
         self.events.note("end", path=path, results={})
         logger.info("the final checkpoint is in %s; openrlhf-ext report %s", path, self.metrics_path.parent)
+
+    def failed(self, error: Exception) -> None:
+        self.events.note("failure", error=str(error), traceback="".join(traceback.format_exception(error)))
 
     def close(self) -> None:
         self._draw()

@@ -128,6 +128,10 @@ class Supervised:
                 self._evaluate()
             self._finish()
             return 0
+        except Exception as error:
+            if self.records is not None:
+                self.records.failed(error)
+            raise
         finally:
             if self.records is not None:
                 self.records.close()

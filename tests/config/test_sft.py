@@ -121,6 +121,22 @@ def test_an_answer_is_required(words):
     assert load_supervised([*without, "--model.pretrain_mode_enable"]).model.pretrain_mode_enable
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--data.tokenizer_chat_template", "{{ x }}"], "data.tokenizer_chat_template has no effect"),
+        (["--model.pretrain_mode_enable"], "data.output_key has no effect"),
+    ],
+)
+def test_what_is_not_read_is_said(more, said, words):
+    assert any(said in line for line in load_supervised([*words, *more]).warnings)
+
+
+def test_recomputation_is_asked_for_once(words):
+    both = [*words, "--model.gradient_checkpointing_enable", "--megatron.recompute", "none"]
+    assert any(found.startswith("model.gradient_checkpointing_enable and megatron.recompute") for found in faults(both))
+
+
 def test_help_is_of_this_command(capsys):
     with pytest.raises(SystemExit):
         load_supervised(["--help", "model"])

@@ -17,7 +17,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from openrlhf_ext.cli import train_sft
 from openrlhf_ext.cli.report import main as report
+from openrlhf_ext.config.sft import load_supervised
 from tests.launch import launch
 from tests.models import make_tiny_policy
 from tests.patience import PATIENCE_S
@@ -170,6 +172,33 @@ def test_a_resumed_run_ends_in_the_same_bits(task):
         assert digest(task.folder / f"{name}_saved") == wanted[name]
         steps = [record["step"] for record in task.metrics(f"{name}_saved") if "loss/sft" in record]
         assert steps == list(range(1, len(steps) + 1)), "the repeated steps are there once"
+
+
+def test_a_hub_name_is_downloaded_before_the_rules_are_asked(task, monkeypatch, capsys):
+    """Of a model that no layout of the options fits: it would otherwise be found by the ranks."""
+    monkeypatch.setattr(train_sft, "downloaded", lambda option, name: str(task.model))
+    words = task.words("hub", **{"model.model_name_or_path": "Someone/Unknown", "megatron.tensor_parallel_size": 3,
+                                 "model.num_gpus_per_node": 3})  # fmt: skip
+    assert train_sft.main(words) == 2
+    assert "must divide the model's attention heads: got 3" in capsys.readouterr().err
+
+
+def test_a_rank_finds_the_environment_of_its_layers(task, monkeypatch):
+    config = load_supervised(task.words("env", **{"train.full_determinism_enable": True}))
+    monkeypatch.setattr("openrlhf_ext.sft.train.run_rank", lambda config: 0)
+    for name in ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "before")
+        monkeypatch.delenv(name)
+    assert train_sft.run(config) == 0
+    assert os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0" and os.environ["WORLD_SIZE"] == "1"
+
+
+def test_a_failure_is_an_event(task):
+    argv = task.words("diverged", **{"adam.lr": 1e30, "max_norm": 0, "adam.eps": 1e-30})
+    with pytest.raises(AssertionError, match="NonFiniteLogitsError"):
+        task.train(1, argv)
+    events = [json.loads(line) for line in (task.folder / "diverged/events.jsonl").read_text().splitlines()]
+    assert events[-1]["event"] == "failure" and "NaN or infinite" in events[-1]["error"]
 
 
 def test_the_command_starts_its_ranks_and_ends_with_a_checkpoint_at_sigterm(task):

@@ -35,6 +35,10 @@ class Model(Section):
 class SupervisedData(Section):
     """Examples: prompts with answers, or chats."""
 
+    needs = {"data.apply_chat_template": ("tokenizer_chat_template",), "!data.apply_chat_template": ("input_template",),
+        "!model.pretrain_mode_enable": ("output_key", "apply_chat_template", "tokenizer_chat_template", "multiturn",
+            "input_template")}
+
     dataset: str | None = option(None,
         "examples: .jsonl, .json, .csv, .parquet or .arrow file, folder, or hub name; several separated by commas; "
         "required", path="input")
