@@ -247,7 +247,7 @@ class StudyRun:
         if not mini.algorithm.needs_prepare:
             return mini
         if number == 0:
-            return mini.algorithm.prepare(mini.old_logprobs, mini, seed=step)
+            return mini.algorithm.prepare(mini["old_logprobs"], mini, seed=step)
         prompts, rows = rollout.prompts[chunk], rollout.sampled.rows[chunk]
         with torch.no_grad():
             new_N = torch.cat(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from openrlhf_ext.algorithms.batch import Named, RolloutBatch, check_rewards, check_values
 from openrlhf_ext.algorithms.groups import Groups, Inputs, Partition, group_index, partition
-from openrlhf_ext.algorithms.importance import Correction, correction_weights
+from openrlhf_ext.algorithms.importance import Correction, correction_weights, factors
 from openrlhf_ext.algorithms.kl import KLPenalty
 from openrlhf_ext.algorithms.metrics import rollout_metrics
 from openrlhf_ext.algorithms.option_blocks import Options
@@ -49,6 +49,7 @@ class Algorithm:
         needs: optional RolloutBatch tensors that `shape` requires.
         loss_inputs: names in `of_rows` and `of_tokens` of a LossBatch that `prepare` and the loss read (kept by
             `LossBatch.lean`); what only `loss_level` reads is not among them.
+        reads_old: `advantages` reads `RolloutBatch.old_logprobs`.
         needs_prepare: the caller must call `prepare` with the log-probs of the whole mini-batch before it computes
             the losses of shares (`select`).
         kl_places: where a KL penalty is defined for the algorithm: "loss", "reward".
@@ -59,6 +60,7 @@ class Algorithm:
     Options: ClassVar[type[Options]] = Options
     needs: ClassVar[tuple[str, ...]] = ()
     loss_inputs: ClassVar[tuple[str, ...]] = ()
+    reads_old: ClassVar[bool] = False
     needs_prepare: ClassVar[bool] = False
     kl_places: ClassVar[tuple[str, ...]] = ()
     main_field: ClassVar[str] = "advantages"
@@ -79,6 +81,19 @@ class Algorithm:
         return f"{type(self).__name__}({self.options!r}, correction={self.correction!r}, kl={self.kl!r})"
 
     # ---- what a caller uses ----
+
+    def why_old_logprobs(self) -> str | None:
+        """What of the algorithm needs the policy's log-probs or entropies before the loss is computed; None: nothing,
+        so that `shape` takes batches without `old_logprobs`, whose ratios are then 1 (one update per batch)."""
+        if "entropies" in self.needs:
+            return f"{self.name} shapes by entropies"
+        if self.reads_old or self.needs_prepare:
+            return f"{self.name} reads old log-probs before the update"
+        if self.kl is not None and self.kl.place == "reward":
+            return "the KL penalty is in the reward"
+        if self.correction is not None and self.correction.level == "seq":
+            return "the importance correction is of whole completions"
+        return None
 
     @property
     def penalty(self) -> KLPenalty:
@@ -217,7 +232,7 @@ class Algorithm:
         batch = batch.promoted()
         groups = Groups.of(batch)
         check_rewards(batch.rewards)
-        for name in ("old_logprobs", *self._optional_inputs()):
+        for name in (*(() if batch.old_logprobs is None else ("old_logprobs",)), *self._optional_inputs()):
             high = MOST_LOGPROB if name.endswith("logprobs") else torch.inf
             check_values(name, getattr(batch, name), batch.segments, high=high)
         if batch.entropies is not None:
@@ -246,6 +261,8 @@ class Algorithm:
         return tuple(sorted(names))
 
     def _require(self, batch: RolloutBatch) -> None:
+        if batch.old_logprobs is None and (why := self.why_old_logprobs()) is not None:
+            raise ValueError(f"RolloutBatch.old_logprobs is needed: {why}")
         reasons = {"ref_logprobs": "a KL penalty", "rollout_logprobs": "an importance correction"}
         wanted = dict.fromkeys((*self.needs, *self._optional_inputs()))
         for name in wanted:
@@ -281,6 +298,7 @@ class Algorithm:
             "weights": torch.zeros_like(batch.rewards),
             "ref_logprobs": batch.ref_logprobs if self.kl is not None and self.kl.place == "loss" else None,
             "correction": weights_N,
+            "rollout_logprobs": batch.rollout_logprobs if batch.old_logprobs is None and self.correction else None,
             "of_rows": {name: tensor for name, tensor in exposed.items() if name not in of_tokens},
             "of_tokens": of_tokens,
         }
@@ -288,9 +306,9 @@ class Algorithm:
 
     def _correction(self, inputs: Inputs) -> tuple[Tensor | None, dict[str, Tensor]]:
         """(N,) importance-correction factors, None for 1, and their metrics."""
-        if self.correction is None:
-            return None, {}
         batch = inputs.batch
+        if self.correction is None or batch.old_logprobs is None:
+            return None, {}
         weights_N, filtered_B, gap_B = correction_weights(
             self.correction, batch.old_logprobs, batch["rollout_logprobs"], batch.segments
         )
@@ -337,10 +355,11 @@ class LossBatch(Named):
         loss_mask: (N,) bool, tokens that carry loss.
         advantages: (N,) floating point, above 0 makes the token likelier.
         old_logprobs: (N,) floating point, denominator of the ratio (the guide's on its completions for
-            `mixed_policy_dapo`).
+            `mixed_policy_dapo`); None: the log-probs that the loss is given (`with_old`).
         ref_logprobs: (N,) floating point, under the reference policy, with a KL penalty in the loss; else None.
         token_weights: (N,) floating point, factor on each token's surrogate (lambda), or None for 1.
         correction: (N,) floating point, importance-correction factor, or None for 1.
+        rollout_logprobs: (N,) floating point, of the sampler, where `with_old` has to compute `correction`; else None.
         weights: (B,) float64 aggregation weight of each token (or completion) of a row.
         denominators: float64 scalars of the mini-batch, e.g. `tokens`.
         selection: (N,) bool, tokens chosen by `prepare` (covariance methods), or None.
@@ -360,13 +379,14 @@ class LossBatch(Named):
     active: Tensor = _per_row()
     rewards: Tensor = _per_row()
     advantages: Tensor = _per_token()
-    old_logprobs: Tensor = _per_token()
     loss_mask: Tensor = _per_token()
+    old_logprobs: Tensor | None = _per_token(default=None)
     weights: Tensor = _per_row()
     seq_advantages: Tensor | None = _per_row(default=None)
     ref_logprobs: Tensor | None = _per_token(default=None)
     token_weights: Tensor | None = _per_token(default=None)
     correction: Tensor | None = _per_token(default=None)
+    rollout_logprobs: Tensor | None = _per_token(default=None)
     selection: Tensor | None = _per_token(default=None)
     of_rows: dict[str, Tensor] = field(default_factory=dict)
     of_tokens: dict[str, Tensor] = field(default_factory=dict)
@@ -399,6 +419,16 @@ class LossBatch(Named):
         if not isinstance(value, Tensor):
             raise LookupError(f"{self.algorithm.name} has no {name!r} here, only {', '.join(self.names())} and fields")
         return value
+
+    def with_old(self, new_logprobs: Tensor) -> LossBatch:
+        """The batch with old log-probs: its own, or those that the loss is computed with, without their gradient; the
+        importance correction of single tokens then follows from them."""
+        if self.old_logprobs is not None:
+            return self
+        old_N, weights_N = new_logprobs.detach(), self.correction
+        if self.rollout_logprobs is not None and (correction := self.algorithm.correction) is not None:
+            weights_N, _ = factors(correction, old_N, self.rollout_logprobs)
+        return dataclasses.replace(self, old_logprobs=old_N, correction=weights_N)
 
     def names(self) -> list[str]:
         """Names of the method-specific quantities of this batch."""

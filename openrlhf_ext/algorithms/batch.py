@@ -55,7 +55,8 @@ class RolloutBatch(Named):
         lengths: (B,) int64 tokens of each completion, at least 1.
         rewards: (B,) float64 in `inputs`, terminal rewards, any real numbers.
         group_ids: (B,) integer id of the prompt each completion answers, in any order.
-        old_logprobs: (N,) floating point, log-probability of each token under the policy at rollout time, natural log.
+        old_logprobs: (N,) floating point, log-probability of each token under the policy at rollout time, natural log;
+            None: those that the loss is computed with, for batches of one update (`Algorithm.why_old_logprobs`).
         entropies: (N,) floating point, entropy of that policy in nats, same (tempered) distribution; a constant.
         ref_logprobs: (N,) floating point, under the reference policy; needed with `kl_coef`.
         guide_logprobs: (N,) floating point, under the guiding policy, of methods that have one.
@@ -71,7 +72,7 @@ class RolloutBatch(Named):
     lengths: Tensor
     rewards: Tensor
     group_ids: Tensor
-    old_logprobs: Tensor
+    old_logprobs: Tensor | None = None
     entropies: Tensor | None = None
     ref_logprobs: Tensor | None = None
     guide_logprobs: Tensor | None = None

@@ -68,18 +68,18 @@ def parse_correction(values: Mapping[str, Any] | None) -> Correction | None:
     return None if correction.level == "off" else correction
 
 
-def gate_statistic(correction: Correction, old_n: Tensor, rollout_n: Tensor, block: Block) -> Tensor:
+def gate_statistic(correction: Correction, old_n: Tensor, rollout_n: Tensor, block: Block | None) -> Tensor:
     """The gated statistic, (n,) or at sequence level (b,): geometric mean of w, or mean divergence."""
     if correction.gating == "ratio":
         log_ratio_n = old_n - rollout_n
-        return (_mean(log_ratio_n, block) if correction.level == "seq" else log_ratio_n).exp()
+        return (log_ratio_n if block is None else _mean(log_ratio_n, block)).exp()
     p_n = rollout_n.exp().clamp(PROBABILITY_MARGIN, 1 - PROBABILITY_MARGIN)
     q_n = old_n.exp().clamp(PROBABILITY_MARGIN, 1 - PROBABILITY_MARGIN)
     if correction.gating == "tv":
         statistic_n = (p_n - q_n).abs()
     else:
         statistic_n = p_n * (p_n / q_n).log() + (1 - p_n) * ((1 - p_n) / (1 - q_n)).log()
-    return _mean(statistic_n, block) if correction.level == "seq" else statistic_n
+    return statistic_n if block is None else _mean(statistic_n, block)
 
 
 def _mean(values_n: Tensor, block: Block) -> Tensor:
@@ -101,18 +101,21 @@ def correction_weights(
     gap_B = torch.zeros_like(segments.lengths_B, dtype=torch.float64)
     for block in segments.blocks():
         old_n, rollout_n = old_N[block.tokens], rollout_N[block.tokens]
-        weights_N[block.tokens], outside_n = _block_weights(correction, old_n, rollout_n, block)
+        of_completions = block if correction.level == "seq" else None
+        weights_N[block.tokens], outside_n = factors(correction, old_n, rollout_n, of_completions)
         filtered_B[block.rows] = block.sums(outside_n).long()
         gap_B[block.rows] = block.sums(rollout_n - old_n)
     return weights_N, filtered_B, gap_B
 
 
-def _block_weights(correction: Correction, old_n: Tensor, rollout_n: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """(n,) factors, and which tokens are outside the band."""
+def factors(
+    correction: Correction, old_n: Tensor, rollout_n: Tensor, block: Block | None = None
+) -> tuple[Tensor, Tensor]:
+    """(n,) factors, and which tokens are outside the band; ``block``: whose tokens they are, at sequence level."""
     low, high = correction.threshold
     statistic = gate_statistic(correction, old_n, rollout_n, block)
     outside = (statistic < low) | (statistic > high)
     if correction.mode == "clip":
         return statistic.clamp(low, high), outside
-    outside_n = block.spread(outside) if correction.level == "seq" else outside
+    outside_n = outside if block is None else block.spread(outside)
     return (old_n - rollout_n).exp_().masked_fill_(outside_n, 0.0), outside_n

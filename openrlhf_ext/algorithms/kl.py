@@ -118,6 +118,6 @@ def _bounded_kl(estimator: str, policy_N: Tensor, ref_N: Tensor, most: float | N
 
 def reward_kl(penalty: KLPenalty, batch: RolloutBatch, most: float | None = None) -> Tensor:
     """(N,) what a KL in the reward, within `most`, subtracts per token; ValueError naming one that overflows."""
-    penalty_N = penalty.coef * _bounded_kl(penalty.estimator, batch.old_logprobs, batch["ref_logprobs"], most)
+    penalty_N = penalty.coef * _bounded_kl(penalty.estimator, batch["old_logprobs"], batch["ref_logprobs"], most)
     check_values(f"KL penalty {penalty.estimator} of log-probs old and ref", penalty_N, batch.segments)
     return penalty_N

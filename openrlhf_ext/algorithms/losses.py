@@ -34,11 +34,10 @@ def promote(logprobs: Tensor) -> Tensor:
 
 def masked_log_ratio(new_logprobs: Tensor, shaped: LossBatch) -> Tensor:
     """(N,) `log w = new - old` on loss tokens, 0 elsewhere."""
-    if new_logprobs.shape != shaped.old_logprobs.shape:
-        raise ValueError(
-            f"new_logprobs has shape {tuple(new_logprobs.shape)}, the shaped batch {tuple(shaped.old_logprobs.shape)}"
-        )
-    return torch.where(shaped.loss_mask, promote(new_logprobs) - shaped.old_logprobs, 0.0)
+    old_N = shaped["old_logprobs"]
+    if new_logprobs.shape != old_N.shape:
+        raise ValueError(f"new_logprobs has shape {tuple(new_logprobs.shape)}, the shaped batch {tuple(old_N.shape)}")
+    return torch.where(shaped.loss_mask, promote(new_logprobs) - old_N, 0.0)
 
 
 def clipped_surrogate(
@@ -148,9 +147,10 @@ def checked(loss: Loss, terms: Sequence[Tensor], new_logprobs: Tensor, log_ratio
         span = shaped.segments.span(slice(token, token + 1))
         token = span.start + int(log_ratio_N.detach()[span].abs().argmax())
     row, position = shaped.segments.place(token)
+    old = float(shaped["old_logprobs"][token])
     raise ValueError(
         f"the loss is {float(loss.value.detach())}: at row {row}, position {position} (new log-prob "
-        f"{float(new_logprobs.detach()[token])}, old {float(shaped.old_logprobs[token])}) a ratio or KL "
+        f"{float(new_logprobs.detach()[token])}, old {old}) a ratio or KL "
         f"term overflows {log_ratio_N.dtype} that neither clipping nor a zero advantage silences. Bound the ratios of "
         "negative advantages by dual_clip, or look for log-probs of other weights or of another tokenization"
     )
@@ -217,7 +217,7 @@ class TokenAlgorithm(Algorithm):
     # ---- the loss, of rows and of single tokens ----
 
     def loss(self, new_logprobs: Tensor, shaped: LossBatch) -> Loss:
-        shaped = self._prepared(new_logprobs, shaped)
+        shaped = self._prepared(new_logprobs, shaped).with_old(promote(new_logprobs))
         log_ratio_N = masked_log_ratio(new_logprobs, shaped)
         terms_N, clipped_N, kl_N = self._terms(promote(new_logprobs), log_ratio_N, shaped)
         value = terms_N.sum()
@@ -249,8 +249,8 @@ class TokenAlgorithm(Algorithm):
 
     def _terms_of_tokens(self, shaped: LossBatch, new_logprobs_n: Tensor, index_n: Tensor) -> Tensor:
         """(n,) loss terms: the loss of n rows of one token each."""
-        part = shaped.tokens_at(index_n)
         new_n = promote(new_logprobs_n)
+        part = shaped.tokens_at(index_n).with_old(new_n)
         loss_n, _, _ = self._terms(new_n, masked_log_ratio(new_n, part), part)
         for terms_n in self.extra_terms(new_n, part).values():
             loss_n = loss_n + terms_n
@@ -278,7 +278,7 @@ class TokenAlgorithm(Algorithm):
         kl_N = None
         if shaped.ref_logprobs is not None:
             mask_N, most = shaped.loss_mask, self.most_kl
-            kl_N = self.penalty.in_loss(new_N, shaped.ref_logprobs, shaped.old_logprobs, mask_N, most)
+            kl_N = self.penalty.in_loss(new_N, shaped.ref_logprobs, shaped["old_logprobs"], mask_N, most)
             if not self.kl_is_token_mean:
                 objective_N = objective_N - self.penalty.coef * kl_N
         return self.extra_objective(objective_N, log_ratio_N, shaped), clipped_N, kl_N
@@ -335,6 +335,7 @@ class SequenceAlgorithm(Algorithm):
         )
 
     def loss(self, new_logprobs: Tensor, shaped: LossBatch) -> Loss:
+        shaped = shaped.with_old(promote(new_logprobs))
         log_ratio_N = masked_log_ratio(new_logprobs, shaped)
         objective_B, clipped_B, log_ratio_B = self.objective(log_ratio_N, shaped)
         value = -objective_B.sum()

@@ -135,7 +135,7 @@ class ReturnAlgorithm(TokenAlgorithm):
             return super().surrogate(log_ratio_N.clamp(-_MOST_LOG_RATIO, _MOST_LOG_RATIO), shaped)
         segments, options = shaped.segments, self.options
         if "sampled_logprobs" in shaped.of_tokens:  # upstream corrects a completion's ratio to new / sampled
-            log_ratio_N = log_ratio_N + (shaped.old_logprobs - shaped["sampled_logprobs"])
+            log_ratio_N = log_ratio_N + (shaped["old_logprobs"] - shaped["sampled_logprobs"])
         mean_B = (segments.sums(log_ratio_N) / shaped.lengths).to(log_ratio_N.dtype)
         objective_N, clipped_N = clipped_surrogate(
             segments.spread(mean_B), shaped.advantages, options.clip_low, options.clip_high, options.dual_clip

@@ -84,7 +84,7 @@ def _check_changes_nothing(algorithm: Algorithm, batch: RolloutBatch) -> None:
 
 def _loss(algorithm: Algorithm, batch: RolloutBatch, shaped: LossBatch) -> float:
     """Of the mini-batch after a small step of the policy."""
-    logprobs_N = (1.02 * batch.old_logprobs).requires_grad_()
+    logprobs_N = (1.02 * batch["old_logprobs"]).requires_grad_()
     prepared = algorithm.prepare(logprobs_N.detach(), shaped.mini_batch(slice(None)), seed=0).lean()
     value = algorithm.loss(logprobs_N, prepared).value
     algorithm.entropy_slope(prepared)  # of a bonus: it reads a denominator that a loss of one's own may lack

@@ -136,6 +136,30 @@ def _correction(config: RunConfig) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
+def old_logprobs(config: RunConfig) -> tuple[str, str]:
+    """Where the log-probs come from that ratios are relative to, ``policy``, ``engine`` or ``update`` (the update that
+    they are used in), and why: ``algo.old_logprobs`` with ``auto`` resolved."""
+    if config.algo.old_logprobs != "auto":
+        return config.algo.old_logprobs, "algo.old_logprobs"
+    why = _why_policy(config)
+    return ("policy", why) if why else ("update", "one update per batch, whose ratios are 1 by definition")
+
+
+def _why_policy(config: RunConfig) -> str | None:
+    from openrlhf_ext.algorithms.registry import get_algorithm  # late, as above
+
+    if config.train.max_epochs > 1 or config.samples_per_rollout > config.train.batch_size:
+        return "several updates per batch"
+    if config.train.drift_check:
+        return "train.drift_check compares them with those after the step"
+    if config.has_critic:
+        return "the policy is not trained in the critic's first steps"
+    if config.algo.advantage.estimator == CUSTOM:
+        return "the algorithm is not the package's"
+    name, options, correction = algorithm_options(config)
+    return get_algorithm(name, correction=correction, warn=False, **options).why_old_logprobs()
+
+
 def initial_entropy_prompts(config: RunConfig) -> int:
     """Prompts over which the trainer measures the initial entropy of gtpo_conflict (``h_ini``); 0 = it does not.
 

@@ -354,7 +354,8 @@ def streaming(config: RunConfig) -> Iterator[Violation]:
     if config.max_staleness == 0:
         return
     # without partial rollouts nothing is in flight at a sync, so no group can be late
-    if config.partial_rollouts and config.train.late_groups == "train" and config.correction_level == "off":
+    uncorrected = config.correction_level == "off" and config.algo.old_logprobs != "engine"
+    if config.partial_rollouts and config.train.late_groups == "train" and uncorrected:
         yield Violation(("train.late_groups", "algo.advantage.is_correction_level"),
             "train.late_groups train needs an importance correction, and algo.advantage.is_correction_level is off: "
             "groups may lag by any number of weight versions; set --train.late_groups drop, or a correction")

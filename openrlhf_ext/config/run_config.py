@@ -226,6 +226,7 @@ class RunConfig(Configuration):
     def correction_level(self) -> str:
         """With its default resolved: off-policy are tokens that lag, and those that FP8 engines sampled."""
         off_policy = self.max_staleness > 0 or self.fp8.rollout_enable
+        off_policy = off_policy and self.algo.old_logprobs != "engine"  # ratios then are to what was sampled from
         if off_policy and not is_set(self, "algo.advantage.is_correction_level"):
             return "token"
         return self.algo.advantage.is_correction_level

@@ -54,15 +54,17 @@ Get = Callable[[list], list]
 
 @dataclass(frozen=True)
 class Experience:
-    """What a batch of ``groups``, which are graded, became: a shard for each data-parallel rank, the sequences and what
-    the policy said of them before the step, metrics, and ``samples`` as ``SampleWriter`` takes them, if that was asked
-    for."""
+    """What a batch of ``groups``, which are graded, became: a shard for each data-parallel rank, the sequences, what
+    the policy said of them before the step (``old``: None until it is trained on them), the ``rollout``, metrics, and
+    ``samples`` of ``shown`` groups as ``SampleWriter`` takes them, if that was asked for."""
 
     shards: list[TrainingShard]
     batch: SequenceBatch
-    old: LogprobEntropy
+    old: LogprobEntropy | None
+    rollout: RolloutBatch
     metrics: dict[str, float]
     groups: Sequence[Group]
+    shown: int | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -70,7 +72,8 @@ class Experience:
 class ExperienceMaker:
     """Makes experience out of groups; these are shaped here, whole, and never on a shard.
 
-    Sequences are dealt to the policy's ranks by their cost in its model, which ``attention_length`` tells.
+    Sequences are dealt to the policy's ranks by their cost in its model, which ``attention_length`` tells. Old
+    log-probs are of ``source``: ``config.estimator.old_logprobs``.
     """
 
     policy: RankGroup
@@ -84,39 +87,70 @@ class ExperienceMaker:
     attention_length: float = math.inf
     guide: Scorer | None = None
     reward: RewardScorer | None = None
+    source: str = "policy"
     batches: int = field(default=0, init=False)
 
     @torch.no_grad()
     def make(self, groups: Sequence[Group], version: int, get: Get, shown: int | None = None) -> Experience:
         """Scores the groups, shapes them, and cuts every data-parallel rank's shard. Old log-probs are of the weights
-        ``version``; completions of ``shown`` groups are shown (0 = of all, None = of none)."""
+        ``version``; completions of ``shown`` groups are shown (0 = of all, None = of none). Where the policy's
+        log-probs come of the training pass, ``completed`` measures what depends on them."""
         groups = _by_prompt(groups)
         batch = sequences_of(in_group_order(groups, self.group_size))
         started = time.perf_counter()
         pending = self._start_scores(batch)
-        old = self.old_logprobs(batch, get)
+        old = self.old_logprobs(batch, get) if self.source == "policy" else None
         scores: dict[str, Any] = {name: scores.result(get) for name, scores in pending.items()}
         groups = with_rewards(groups, scores.pop("rewards")) if self.reward is not None else groups
         samples = in_group_order(groups, self.group_size)
         scored = time.perf_counter()
         rollout = dataclasses.replace(rollout_batch(samples, batch, old, self.group_size), **scores)
-        shaped, metrics = self._shape(rollout)
-        metrics |= reward_metrics(samples) | staleness_metrics(samples, version)
+        if self.source == "engine":
+            rollout = dataclasses.replace(rollout, old_logprobs=rollout["rollout_logprobs"])
+        shaped = self._shaped(rollout)
+        metrics = reward_metrics(samples) | staleness_metrics(samples, version)
         metrics |= guide_gauges(samples) if self.guide is not None else {}
         metrics |= self.critic.take(batch, shaped) if self.critic is not None else {}
         self.batches += 1
-        shards = training_shards(shaped, self._chunks(batch), self._deals(batch), seed=self.batches)
-        metrics |= {"time/logprob": scored - started, "time/shape": time.perf_counter() - scored}
-        samples_shown = [] if shown is None else shown_samples(groups, rollout, shaped, shown)
-        return Experience(shards, batch, old, metrics, groups, samples_shown)
+        shards = self._shards(shaped, batch, with_sequences=old is None)
+        made = Experience(shards, batch, old, rollout, metrics, groups, shown)
+        made = made if old is None else self._described(made, rollout, shaped)
+        made.metrics.update({"time/logprob": scored - started, "time/shape": time.perf_counter() - scored})
+        return made
 
-    def _shape(self, rollout: RolloutBatch) -> tuple[LossBatch, dict[str, float]]:
-        """The batch as the algorithm shapes it, and what both are like."""
+    @torch.no_grad()
+    def completed(self, made: Experience, get: Get) -> Experience:
+        """With what depends on the policy's log-probs, after the step: the training pass has computed them."""
+        if made.old is not None:
+            return made
+        started = time.perf_counter()
+        answers = get(self.policy.async_run_method("seen_logprobs"))
+        old = self._of_rows(made.batch, answers[:: self.policy.duplicate_actors])
+        # shaped once more, for what the methods measure by entropies
+        rollout = dataclasses.replace(made.rollout, old_logprobs=old.logprobs_N, entropies=old.entropies_N)
+        made = self._described(dataclasses.replace(made, old=old, shards=[]), rollout, self._shaped(rollout))
+        made.metrics["time/shape"] += time.perf_counter() - started
+        return made
+
+    def _shaped(self, rollout: RolloutBatch) -> LossBatch:
         algorithm = self.algorithm if self.kl is None else self.algorithm.with_kl_coef(self.kl.value)
-        shaped = algorithm.shape(rollout)
+        return algorithm.shape(rollout)
+
+    def _described(self, made: Experience, rollout: RolloutBatch, shaped: LossBatch) -> Experience:
+        """With what the batch is like before and after shaping; the next KL coefficient follows from it."""
         metrics = batch_metrics(rollout, correction_band(self.algorithm)) | conflict_gauges(rollout, shaped)
         metrics |= {f"algorithm/{k}": float(v) for k, v in shaped.metrics.items()}
-        return shaped, metrics | self._reference_metrics(rollout) | guide_agreement(rollout)
+        metrics |= self._reference_metrics(rollout) | guide_agreement(rollout) | made.metrics
+        samples = [] if made.shown is None else shown_samples(made.groups, rollout, shaped, made.shown)
+        return dataclasses.replace(made, rollout=rollout, metrics=metrics, samples=samples)
+
+    def _shards(self, shaped: LossBatch, batch: SequenceBatch, with_sequences: bool) -> list[TrainingShard]:
+        deals = self._deals(batch)
+        shards = training_shards(shaped, self._chunks(batch), deals, seed=self.batches)
+        if with_sequences:
+            for shard, own in zip(shards, deals, strict=True):
+                shard.sequences = batch.select(own.rows)
+        return shards
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run has to know: how many batches were made, the KL coefficient."""
@@ -141,18 +175,24 @@ class ExperienceMaker:
         """Distance from the reference policy; the coefficient of the next batch follows from it."""
         if rollout.ref_logprobs is None:
             return {}
-        metrics = {"kl/reference": reference_kl(rollout.old_logprobs, rollout.ref_logprobs)}
+        policy_N = rollout["old_logprobs"]
+        metrics = {"kl/reference": reference_kl(policy_N, rollout.ref_logprobs)}
         if self.kl is not None:
             metrics["kl/coef"] = self.kl.value
-            measured = self.algorithm.penalty.mean(rollout.old_logprobs, rollout.ref_logprobs, rollout.segments)
+            measured = self.algorithm.penalty.mean(policy_N, rollout.ref_logprobs, rollout.segments)
             self.kl.update(measured, len(rollout.rewards))
         return metrics
 
     def old_logprobs(self, batch: SequenceBatch, get: Get) -> LogprobEntropy:
         """(N,) log-probs and entropies under the policy that is about to be trained; its ranks keep their rows."""
+        parts = [batch.select(own.rows) for own in self._deals(batch)]
+        refs = self.policy.async_run_method_batch("forward", batch=parts)
+        # one batch for each replica, of which the first rank answers for all
+        return self._of_rows(batch, [answer[0] for answer in get(refs)[:: self.policy.duplicate_actors]])
+
+    def _of_rows(self, batch: SequenceBatch, results: Sequence[Sequence[Any]]) -> LogprobEntropy:
+        """What every replica says of its rows, in the order of the batch."""
         parts = [own.rows for own in self._deals(batch)]
-        refs = self.policy.async_run_method_batch("forward", batch=[batch.select(rows) for rows in parts])
-        results = [answer[0] for answer in get(refs)[:: self.policy.duplicate_actors]]  # one batch for each replica
         return LogprobEntropy(*(scores_in_order(batch, parts, scores) for scores in zip(*results, strict=True)))
 
     def _chunks(self, batch: SequenceBatch) -> list[slice]:
@@ -196,7 +236,7 @@ def sequences_of(samples: Sequence[Response]) -> SequenceBatch:
 
 
 def rollout_batch(
-    samples: Sequence[Response], batch: SequenceBatch, old: LogprobEntropy, group_size: int
+    samples: Sequence[Response], batch: SequenceBatch, old: LogprobEntropy | None, group_size: int
 ) -> RolloutBatch:
     """The algorithms' view of the batch."""
     return RolloutBatch(
@@ -204,8 +244,8 @@ def rollout_batch(
         lengths=batch.counts_B,
         rewards=torch.tensor([graded(s.reward) for s in samples]).double(),
         group_ids=torch.arange(len(samples)) // group_size,
-        old_logprobs=old.logprobs_N,
-        entropies=old.entropies_N,
+        old_logprobs=None if old is None else old.logprobs_N,
+        entropies=None if old is None else old.entropies_N,
         rollout_logprobs=_rollout_logprobs(samples),
         truncated=torch.tensor([s.truncated for s in samples]),
         from_guide=torch.tensor([s.from_guide for s in samples]),
@@ -282,7 +322,9 @@ def training_shards(
     shards = [TrainingShard([], seed) for _ in deals]
     for step, chunk in enumerate(chunks):
         mini_batch = shaped.mini_batch(chunk)  # a slice is not copied
-        mini_batch = mini_batch.algorithm.prepare(mini_batch.old_logprobs, mini_batch, seed=seed).lean()
+        if mini_batch.algorithm.needs_prepare:
+            mini_batch = mini_batch.algorithm.prepare(mini_batch["old_logprobs"], mini_batch, seed=seed)
+        mini_batch = mini_batch.lean()
         for shard, own in zip(shards, deals, strict=True):
             shard.mini_batches.append(mini_batch.select([row - chunk.start for row in own.steps[step]]))
     return shards

@@ -174,7 +174,7 @@ def policy_mismatch(rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_B
     if engines_N is None:
         return {}
     rows = slice(None) if guide_B is None or not bool(guide_B.any()) else ~guide_B
-    policy_N, engines_N = segments.take(rollout.old_logprobs, rows), segments.take(engines_N, rows)
+    policy_N, engines_N = segments.take(rollout["old_logprobs"], rows), segments.take(engines_N, rows)
     return mismatch_gauges(policy_N, engines_N, segments.select(rows), band)
 
 
@@ -288,8 +288,9 @@ class StepGauges:
         self._name_slowest(reports, gauges)
         lengths, predicted = batch.lengths_B.tolist(), batch.responses.tokens
         flops = forward_flops(self.shape, lengths, predicted)
-        if not any("train" in report.seconds for report in reports):  # only the critic trained (critic.freezing_steps)
-            seconds = {name: spent for name, spent in seconds.items() if name != "time/train"}
+        # only the critic trained (critic.freezing_steps); no old log-probs were computed (algo.old_logprobs)
+        idle = [p for p in ("logprob", "train") if not any(p in report.seconds for report in reports)]
+        seconds = {name: spent for name, spent in seconds.items() if name.removeprefix("time/") not in idle}
         peak = self.peak or (peak_tflops(reports[0].device) if self.bf16 else None)
         return gauges | throughput_gauges(flops, sum(lengths), self.epochs, len(reports), seconds, peak)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.config.estimator import algorithm_name, initial_entropy_prompts
+from openrlhf_ext.config.estimator import algorithm_name, initial_entropy_prompts, old_logprobs
 from openrlhf_ext.config.files import downloaded
 from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import preflight
@@ -282,6 +282,8 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
     torch.manual_seed(config.train.seed)  # the data loader takes its shuffle from the global generator
     deadline, sharing = parts.deadline, GpuSharing(config, parts.trained, parts.supervisor)
     loader = dataloader(parts.strategy, parts.prompts, shuffle=True, workers=config.data.dataloader_num_workers)
+    source, why = old_logprobs(config)
+    logger.info("old log-probs: of the %s (%s)", source, why)
     loop = TrainingLoop(
         config=config,
         guard=guard or Guard(),
@@ -297,6 +299,7 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
             mini_batch_size=config.train.batch_size,
             data_parallel_size=config.layout.data_parallel_size,
             attention_length=shape.attention_length,
+            source=source,
             **parts.auxiliary.experience_parts(config, parts.policy),
         ),
         supervisor=parts.supervisor,

@@ -83,6 +83,7 @@ class TrainingLoop:
                 self.guard.hold(self.config.ckpt.grace_s)
                 self._finished = None  # what the ranks hold is between two steps from here on
                 trained = self.train(made.shards)
+                made = self.complete(made)
                 synced = self.publish()
             self.record(made, trained | synced)
             self._note_state()
@@ -147,6 +148,11 @@ class TrainingLoop:
         self._poll_checkpoint()
         return metrics | {"time/train": time.perf_counter() - started}
 
+    def complete(self, made: Experience) -> Experience:
+        """With log-probs and entropies that the training pass computed (``algo.old_logprobs``)."""
+        with self._limit(f"log-probs of training step {self.step}"):
+            return self.experience.completed(made, self._get)
+
     def publish(self) -> dict[str, float]:
         """Sends the weights to the engines and proves that they sample from them; measurements of rank 0."""
         started = time.perf_counter()
@@ -194,7 +200,7 @@ class TrainingLoop:
     def _measured(self, made: Experience, metrics: Mapping[str, float]) -> dict[str, float]:
         """Gauges of the step that has just ended; with ``train.drift_check`` the proof that it changed nothing."""
         measured: dict[str, float] = {}
-        if self.drift is not None:
+        if self.drift is not None and made.old is not None:
             with self._limit(f"the drift check of step {self.step}"):
                 self.sharing.make_room_for_policy()
                 again = self.experience.old_logprobs(made.batch, self._get)

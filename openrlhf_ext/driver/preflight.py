@@ -54,6 +54,7 @@ def findings(config: RunConfig) -> Findings:
         *correction_violations(config),
         *kl_violations(config),
         *loss_violations(config),
+        *old_logprob_violations(config),
         *checkpoint_violations(config),
         *guide_violations(config),
     ]
@@ -196,6 +197,32 @@ def loss_violations(config: RunConfig) -> Iterator[Violation]:
             f"actor.policy_loss_type gspo is for OpenRLHF's own estimators: got algo.advantage.estimator {estimator}, "
             "which has a loss of its own; use algo.advantage.estimator gspo, group_norm or reinforce_baseline",
         )
+
+
+def old_logprob_violations(config: RunConfig) -> Iterator[Violation]:
+    """The engines' log-probs can be the old ones only of the whole distribution, and of methods that need no more."""
+    from openrlhf_ext.algorithms.registry import algorithm_class
+
+    if config.algo.old_logprobs != "engine":
+        return
+    estimator, method = config.algo.advantage.estimator, algorithm_class(algorithm_name(config))
+    needs = [
+        (config.rollout.top_p < 1, "rollout.top_p", f"{config.rollout.top_p:g}", "they are of the cut distribution"),
+        (
+            config.correction_level != "off", "algo.advantage.is_correction_level", config.correction_level,
+            "ratios are to the engines' log-probs already, and a correction would compare these with themselves",
+        ),
+        ("entropies" in method.needs, "algo.advantage.estimator", estimator, "it needs entropies of the policy"),
+        (method.needs_prepare, "algo.advantage.estimator", estimator, "it chooses tokens by the policy's log-probs"),
+        (config.has_critic, "algo.advantage.estimator", estimator, "the policy is not trained in its first steps"),
+        (config.train.drift_check, "train.drift_check", "true", "it compares the policy's log-probs"),
+    ]  # fmt: skip
+    for wrong, name, value, why in needs:
+        if wrong:
+            yield Violation(
+                ("algo.old_logprobs", name),
+                f"algo.old_logprobs engine does not go with {name} {value}: {why}; use algo.old_logprobs auto",
+            )
 
 
 def unread_warnings(config: RunConfig) -> Iterator[str]:

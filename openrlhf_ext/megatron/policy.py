@@ -26,7 +26,7 @@ from openrlhf_ext.megatron.model.hf_weights import load_hf
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, PackedBatch, SequenceBatch, sequence_batch
 from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError, build_optimizer, build_scheduler, gradient_norms
-from openrlhf_ext.megatron.step.schedule import Schedule, gather_tokens, one, planned_rows
+from openrlhf_ext.megatron.step.schedule import Schedule, TokenValues, gather_tokens, one, planned_rows
 
 if TYPE_CHECKING:
     from openrlhf_ext.algorithms import Loss
@@ -185,14 +185,16 @@ class MegatronPolicy(MegatronModel):
     # ---- training -----------------------------------------------------------------------------------------------
 
     def train_step(
-        self, batch: SequenceBatch, shaped: Share, algorithm: Objective, more: bool = False
+        self, batch: SequenceBatch, shaped: Share, algorithm: Objective, more: bool = False,
+        seen: list[LogprobEntropy] | None = None,
     ) -> dict[str, float]:
         """One optimizer step on the mini-batch of which this data-parallel rank holds ``batch`` and ``shaped``, which
         carries the whole mini-batch's denominators, so that the shares of all micro-batches and ranks add up. Returns
-        the metrics of the mini-batch, the same on every rank. ``more``: see ``optimizer_step``. Raises
-        NonFiniteUpdateError: the loss, one of its metrics or the gradient norm is not finite.
-        """
-        metrics = self.accumulate_gradients(batch, shaped, algorithm)
+        the metrics of the mini-batch, the same on every rank. ``more``: see ``optimizer_step``; ``seen`` gets the
+        log-probs and entropies of ``batch`` that the loss was computed with. Raises NonFiniteUpdateError: the loss, one
+        of its metrics or the gradient norm is not finite.
+        """  # fmt: skip
+        metrics = self.accumulate_gradients(batch, shaped, algorithm, seen)
         # on a GPU the losses of the micro-batches do not look themselves, to read nothing back
         if wrong := {name: value for name, value in metrics.items() if not math.isfinite(value)}:
             found = ", ".join(f"{name} = {value}" for name, value in wrong.items())
@@ -200,22 +202,31 @@ class MegatronPolicy(MegatronModel):
         metrics |= gradient_norms(self.models)  # of the groups, before the optimizer clips in place
         return metrics | self.optimizer_step(more)
 
-    def accumulate_gradients(self, batch: SequenceBatch, shaped: Share, algorithm: Objective) -> dict[str, float]:
+    def accumulate_gradients(
+        self, batch: SequenceBatch, shaped: Share, algorithm: Objective, seen: list[LogprobEntropy] | None = None
+    ) -> dict[str, float]:
         self.zero_grad()
         plan = self.schedule.plan(batch, forward_only=False)
+        kept = None if seen is None else TokenValues(batch, plan, 2, self.device)
         # all at once, while the device has nothing else to do; micro-batches are then slices of it
         shaped = shaped.select(planned_rows(plan)).to(self.device)
 
         def pack_loss(part: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor, dict]:
-            value, loss = self._loss(part, states, shaped.select(part.rows), algorithm)
+            value, loss, head = self._loss(part, states, shaped.select(part.rows), algorithm)
+            if kept is not None:
+                kept.keep(part, (head.logprob_T.detach(), head.entropy_T.detach()))
             metrics = {name: value for name, value in loss.metrics.items() if name != "policy_loss"}
             return value, one(self.device), {"loss/policy": loss.value.detach(), **metrics}
 
         losses = self.schedule.run(batch, plan, pack_loss, forward_only=False)
+        if seen is not None and kept is not None:
+            seen.append(LogprobEntropy(*kept.in_order()))
         return {"loss/policy": 0.0} | self.schedule.sum_metrics(losses)
 
-    def _loss(self, part: PackedBatch, states: Tensor, shaped: Share, algorithm: Objective) -> tuple[Tensor, Loss]:
-        """What to differentiate on this rank, and the loss of the micro-batch with its metrics.
+    def _loss(
+        self, part: PackedBatch, states: Tensor, shaped: Share, algorithm: Objective
+    ) -> tuple[Tensor, Loss, HeadOutput]:
+        """What to differentiate on this rank, the loss of the micro-batch with its metrics, and what it comes from.
 
         Where the loss is a sum of terms of single tokens, the head forms its gradient as it meets the tokens' logits. A
         context-parallel rank then differentiates the terms of its own tokens only; otherwise it differentiates the
@@ -228,14 +239,15 @@ class MegatronPolicy(MegatronModel):
         if terms is None:
             head = self._head(part, states, temperature, entropy_grad=slope_T is not None)
             loss = algorithm.loss(gather_tokens(head.logprob_T, part), shaped)
-            return loss.value if slope_T is None else loss.value + (slope_T * head.entropy_T).sum(), loss
+            return loss.value if slope_T is None else loss.value + (slope_T * head.entropy_T).sum(), loss, head
         fused = linear_token_loss(
             states,
             token_loss=lambda logprob_B, rows: terms(logprob_B, part.places_N[rows]),
             entropy_slope_T=slope_T,
             **self._head_arguments(part, temperature),
         )
-        return fused.value, algorithm.loss(gather_tokens(fused.logprob_T, part), shaped)
+        head = HeadOutput(fused.logprob_T, fused.entropy_T)
+        return fused.value, algorithm.loss(gather_tokens(head.logprob_T, part), shaped), head
 
     # ---- weights ------------------------------------------------------------------------------------------------
 

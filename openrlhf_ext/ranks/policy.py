@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from openrlhf_ext.algorithms import LossBatch
 from openrlhf_ext.algorithms.segments import plain
 from openrlhf_ext.checkpoints.tensors import digest
 from openrlhf_ext.megatron.settings import ModelSettings
-from openrlhf_ext.megatron.step.batch import SequenceBatch
+from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
 from openrlhf_ext.megatron.watchdog import phase
 from openrlhf_ext.ranks.actor import TrainedActor
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
@@ -51,10 +52,11 @@ class SleepModes:
 @dataclass
 class TrainingShard:
     """One data-parallel rank's part of every optimizer step, each with the whole step's denominators; ``seed``: of
-    random choices."""
+    random choices. ``sequences``: those of ``mini_batches``, where no ``forward`` came before; None: the last one's."""
 
     mini_batches: list[LossBatch]
     seed: int
+    sequences: SequenceBatch | None = None
 
 
 class PolicyActor(TrainedActor):
@@ -69,6 +71,7 @@ class PolicyActor(TrainedActor):
         self.timers, self.max_epochs, self.sleeping = PhaseTimers(), max_epochs, sleeping
         self.batch: SequenceBatch | None = None
         self.shard: TrainingShard | None = None
+        self.seen: list[LogprobEntropy] | None = None
         self.version, self.is_ahead, self.has_moved = 0, False, False
         with phase("building the policy"):
             self.policy = MegatronPolicy(settings)
@@ -143,7 +146,9 @@ class PolicyActor(TrainedActor):
             return plain(self.policy.logprobs(batch).logprobs_N)
 
     def take_shard(self, shard: TrainingShard) -> None:
-        self.shard = shard
+        self.shard, self.seen = shard, None
+        if shard.sequences is not None:
+            self.batch, self.seen = shard.sequences, []
 
     @phase("training")
     @timed("train")
@@ -151,7 +156,7 @@ class PolicyActor(TrainedActor):
         """One optimizer step per mini-batch, ``max_epochs`` times over; metrics are the same on every rank."""
         batch, shard = self.batch, self.shard
         if batch is None or shard is None or len(batch) != sum(len(mini) for mini in shard.mini_batches):
-            raise RuntimeError("fit() trains the sequences of the last forward(), and the shard has other sequences")
+            raise RuntimeError("fit() trains the sequences of the last forward() or of the shard, and there are others")
         self.reload_states()
         mini_batches = [mini for _ in range(self.max_epochs) for mini in _mini_batches(batch, shard)]
         steps = []
@@ -161,6 +166,8 @@ class PolicyActor(TrainedActor):
         self.is_ahead = True  # of the version that the engines have
         rate = sum(step["lr"] for step in steps if step["grad_norm"] > 0)
         self.has_moved = self.has_moved or rate * sum(p.numel() for p in self._parameters) > _VISIBLE
+        if self.seen is not None:
+            del self.seen[len(shard.mini_batches) :]  # later epochs see the same tokens again
         self.batch = self.shard = None
         if self.sleeps:
             self.offload_states("gradients", "optimizer")
@@ -168,10 +175,18 @@ class PolicyActor(TrainedActor):
         first = {name: steps[0][name] for name in mean if name == _FIRST_UPDATE}
         return mean | first | {"lr": steps[-1]["lr"], "optimizer_steps": float(len(steps))}
 
+    def seen_logprobs(self) -> list[np.ndarray]:
+        """(N,) log-probs and entropies of the sequences that the last shard brought, each as its first update saw them;
+        a rank keeps them once."""
+        seen, self.seen = self.seen, None
+        if seen is None:
+            raise RuntimeError("seen_logprobs() is of a fit() whose shard brought its sequences")
+        return [plain(torch.cat(values)) for values in zip(*seen, strict=True)]
+
     def _update(self, batch: SequenceBatch, shaped: LossBatch, seed: int, number: int, more: bool) -> dict[str, float]:
         """The optimizer step on a mini-batch; ``number`` counts the steps since the rollout, ``more`` follow."""
         shaped = reselected(self.policy, batch, shaped, seed, number)
-        return self.policy.train_step(batch, shaped, shaped.algorithm, more)
+        return self.policy.train_step(batch, shaped, shaped.algorithm, more, self.seen)
 
     @phase("weight sync")
     @timed("sync")

@@ -137,7 +137,7 @@ METRICS = (
         "from 0"),
     Metric("time/generate", "s", "generation of the step's completions, without exposed grading"),
     Metric("time/grade", "s", "grading that generation did not hide; the maximum over the engines"),
-    Metric("time/logprob", "s", "old log-probs and entropies, reference log-probs and values"),
+    Metric("time/logprob", "s", "old log-probs and entropies (algo.old_logprobs), reference log-probs and values"),
     Metric("time/shape", "s", "advantages and loss weights"),
     Metric("time/train", "s", "forward, backward and optimizer"),
     Metric("time/sync", "s", "sending the weights to the engines, probe included"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_ext.algorithms import RolloutBatch, algorithm_names, get_algorithm
-from tests.algorithms.helpers import assert_close, padded, random_groups, to_batch
+from tests.algorithms.helpers import assert_close, check_terms_add_up, padded, random_groups, to_batch
 
 SEEDS = st.integers(0, 2**32 - 1)
 FEW = settings(max_examples=20, deadline=None, derandomize=True)
@@ -65,6 +65,36 @@ def in_order(batch, order: torch.Tensor):
 
 def tokens_where(groups, correct: bool) -> int:
     return sum(len(c["tokens"]) for g in groups for c in g if (c["reward"] > 0.5) == correct)
+
+
+CORRECTION = {"level": "token", "mode": "mask", "gating": "ratio", "threshold": [0.9, 1.2]}
+KL = {"coef": 0.2, "estimator": "k3", "place": "loss", "unbiased_gradient": True}
+
+
+@pytest.mark.parametrize("extra", [{}, {"correction": CORRECTION}, {"kl": KL}])
+@pytest.mark.parametrize("name", NAMES)
+def test_without_old_log_probs_the_loss_takes_its_own(name: str, extra: dict) -> None:
+    """What a method that needs none before the loss computes is what it computes with the loss's own, token by token
+    and as a whole; the others say why they need them."""
+    if "kl" in extra and "loss" not in build(name).kl_places:
+        return
+    batch, new, _ = to_batch(mixed_groups(3))
+    sampled = (new.detach() + 0.2 * torch.randn(new.shape, generator=torch.Generator().manual_seed(1))).clamp(max=0)
+    batch = dataclasses.replace(batch, rollout_logprobs=sampled.double(), old_logprobs=new.detach())
+    algorithm = build(name, **extra)
+    without = dataclasses.replace(batch, old_logprobs=None)
+    if (why := algorithm.why_old_logprobs()) is not None:
+        assert name in why and (algorithm.needs_prepare or algorithm.reads_old or "entropies" in algorithm.needs)
+        with pytest.raises(ValueError, match="RolloutBatch.old_logprobs is needed"):
+            algorithm.shape(without)
+        return
+    _, value, grad = run(algorithm, batch, new)
+    shaped = algorithm.shape(without).mini_batch(slice(None)).lean()
+    loss = algorithm.loss(new, shaped)
+    assert loss.value.item() == pytest.approx(value, abs=1e-12) and float(loss.metrics["abs_log_ratio"]) == 0
+    assert torch.allclose(torch.autograd.grad(loss.value, new)[0], grad, atol=1e-12)
+    if algorithm.token_loss(shaped) is not None:
+        check_terms_add_up(algorithm, shaped, new, value, grad, 1e-9)
 
 
 @pytest.mark.parametrize("axis", ["column", "row", "matrix"])

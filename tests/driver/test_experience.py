@@ -125,6 +125,28 @@ def test_groups_become_shards_with_rewards_truncation_and_the_coefficient_of_the
     assert [shard.seed for shard in experience.shards] == [1, 1]
 
 
+@pytest.mark.parametrize("source", ["update", "engine"])
+def test_without_a_pass_of_the_policy_the_training_pass_says_the_same_under_the_same_names(source: str) -> None:
+    """What the run is told, and the next KL coefficient, are as with a pass; the loss has no old log-probs, or those
+    of the engines."""
+    with_pass, without = (maker(KLCoefficient(0.5, target=0.01, horizon=4)) for _ in range(2))
+    without.source = source
+    groups = [graded(0), graded(1)]
+    expected, made = (each.make(groups, version=4, get=get, shown=0) for each in (with_pass, without))
+    assert made.old is None and made.samples == [] and not {"kl/rollout", "entropy/mean"} & set(made.metrics)
+    own = {mini.old_logprobs is not None for shard in made.shards for mini in shard.mini_batches}
+    assert own == {source == "engine"} and without.policy.calls == []
+    forward = without.policy.methods["forward"]
+    without.policy.answers["seen_logprobs"] = [forward(shard.sequences) for shard in made.shards]
+    after = without.completed(made, get)
+    times = {"time/logprob", "time/shape"}
+    found, wanted = ({n: v for n, v in it.metrics.items() if n not in times} for it in (after, expected))
+    assert found == pytest.approx(wanted) and "entropy/mean" in found
+    assert after.samples == expected.samples and torch.equal(after.old.logprobs_N, expected.old.logprobs_N)
+    assert without.kl.value == with_pass.kl.value != 0.5
+    assert without.completed(after, get) is after
+
+
 def test_shown_completions_hold_the_label_and_what_the_environment_wrote() -> None:
     groups = [graded(0), graded(1)]
     first = groups[0].responses[0]

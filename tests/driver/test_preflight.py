@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from openrlhf_ext.algorithms import registry
 from openrlhf_ext.cli import train_ppo_ray
 from openrlhf_ext.config import ConfigError, load_config
-from openrlhf_ext.config.estimator import algorithm_options
+from openrlhf_ext.config.estimator import algorithm_options, old_logprobs
 from openrlhf_ext.driver import job
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.preflight import check_files, findings, try_user_code
@@ -138,6 +138,45 @@ def test_a_flag_for_other_estimators_is_warned_about_and_left_out(task, caplog, 
         f"{flag} has no effect: got {words[1]}, and algo.advantage.estimator {estimator} does not"
     )
     assert algorithm_options(config)[1] == {} and not caplog.records
+
+
+def test_where_old_log_probs_come_from(task):
+    def source(*words: str) -> tuple[str, str]:
+        return old_logprobs(load(task, *words))
+
+    one_update = ("--train.batch_size", "8", "--rollout.batch_size", "2", "--rollout.n_samples_per_prompt", "4")
+    grpo = (*one_update, "--algo.advantage.estimator", "grpo")
+    assert source(*grpo)[0] == source(*grpo, "--train.max_staleness", "1")[0] == "update"
+    assert source(*grpo, "--algo.old_logprobs", "policy")[0] == "policy"
+    for words, why in (
+        ((*grpo, "--train.max_epochs", "2"), "several updates per batch"),
+        ((*grpo, "--rollout.batch_size", "4"), "several updates per batch"),
+        ((*grpo, "--train.drift_check"), "train.drift_check compares"),
+        ((*grpo, "--algo.advantage.is_correction_level", "seq"), "the importance correction is of whole completions"),
+        ((*one_update, "--algo.advantage.estimator", "gtpo_entropy"), "gtpo_entropy shapes by entropies"),
+        ((*one_update, "--algo.advantage.estimator", "kl_cov"), "kl_cov reads old log-probs before the update"),
+        ((*grpo, "--algo.kl.init_coef", "0.1"), "the KL penalty is in the reward"),
+    ):
+        found, reason = source(*words)
+        assert found == "policy" and why in reason, words
+
+
+def test_what_log_probs_of_the_engines_cannot_be(task):
+    engine = ("--algo.old_logprobs", "engine", "--algo.advantage.estimator")
+    assert problems(task, *engine, "grpo", "--train.max_staleness", "2", "--train.max_epochs", "2") == []
+    for words, why in (
+        (("grpo", "--rollout.top_p", "0.9"), "rollout.top_p 0.9: they are of the cut distribution"),
+        (("grpo_s",), "grpo_s: it needs entropies of the policy"),
+        (("clip_cov",), "clip_cov: it chooses tokens by the policy's log-probs"),
+        (("grpo", "--train.drift_check"), "train.drift_check true: it compares the policy's log-probs"),
+        (
+            ("grpo", "--algo.advantage.is_correction_level", "token"),
+            "is_correction_level token: ratios are to the engines' log-probs already",
+        ),
+    ):
+        (message,) = problems(task, *engine, *words)
+        assert message.startswith("algo.old_logprobs engine does not go with ") and why in message, words
+        assert message.endswith("use algo.old_logprobs auto")
 
 
 def test_one_ratio_per_response_is_not_silently_left_out(task):

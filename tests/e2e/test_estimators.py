@@ -66,6 +66,9 @@ def test_three_steps_with_every_estimator(tmp_path):
     for estimator in ("clip_cov", "kl_cov"):
         steps = [r["algorithm/optimizer_steps"] for r in task.metrics(estimator) if r["step"]]
         assert steps == [2.0, 2.0, 2.0], estimator
+    for estimator in OPTIONS:  # the others' old log-probs are those of the update, or the engine's
+        passes = {"rank/0/time_logprob" in record for record in task.metrics(estimator) if record["step"]}
+        assert passes == {estimator in WITH_A_PASS}, estimator
     for estimator in OPTIONS:
         if estimator not in NOT_IN_A_STUDY:
             check_parity(task, estimator)
@@ -73,6 +76,10 @@ def test_three_steps_with_every_estimator(tmp_path):
         assert everything >= REPORTED_BY_ALL | REPORTED_BY.get(estimator, set()), estimator
 
 
+WITH_A_PASS = {
+    "gtpo_entropy", "grpo_s", "gtpo_conflict", "entropy_advantage", "high_entropy_tokens", "clip_cov", "kl_cov",
+    "on_policy_distillation", "mixed_policy_dapo", CUSTOM,
+}  # fmt: skip
 NOT_IN_A_STUDY = ("mixed_policy_dapo", "on_policy_distillation", "custom")
 PARITY = 1e-5
 """Of weights that moved by 2e-3."""

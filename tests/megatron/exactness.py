@@ -7,7 +7,7 @@ dealt, cut into micro-batches and packed.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from openrlhf_ext.algorithms import LossBatch, RolloutBatch, get_algorithm
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.step.batch import SequenceBatch
+from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
 from openrlhf_ext.sft.loss import Answers, SupervisedLoss
 from tests.algorithms.test_invariants import NAMES, build
 from tests.megatron.parity import deal, settings
@@ -26,6 +26,8 @@ from tests.patience import PATIENCE_S
 from tests.sequences import masked_batch, plain_rows
 
 GROUP, TEMPERATURE, SUPERVISED = 4, 0.8, "supervised"
+# whose old log-probs are those of the update: one by tokens in the head, with a correction; one of whole sequences
+OWN = ("dapo with correction", "gspo")
 # (prompt, response) tokens of each completion: one-token responses among them
 LENGTHS = [(4, 9), (4, 1), (4, 6), (4, 3), (7, 2), (7, 12), (7, 1), (7, 5), (2, 1), (2, 4), (2, 8), (2, 3)]
 
@@ -38,6 +40,7 @@ class Truth:
     value: float
     metrics: dict[str, float]
     grads: dict[str, Tensor]  # by HF name
+    seen: tuple[Tensor, ...] | None = None  # log-probs and entropies that the update has to tell
 
 
 def algorithms() -> dict[str, Any]:
@@ -95,6 +98,13 @@ def truths(model: torch.nn.Module, batch: SequenceBatch) -> dict[str, Truth]:
     entropies_N = -(log_p_NV.exp() * log_p_NV).sum(-1)
     samples = rollout(batch, new_N, entropies_N)
     made = {name: truth(algorithm, samples, new_N, entropies_N, model) for name, algorithm in algorithms().items()}
+    on_policy = replace(samples, old_logprobs=new_N.detach())
+    for name in OWN:
+        algorithm = algorithms()[name]
+        own = truth(algorithm, on_policy, new_N, entropies_N, model)
+        shaped = algorithm.shape(replace(samples, old_logprobs=None, entropies=None)).lean()
+        seen = (new_N.detach().float(), entropies_N.detach().float())
+        made[f"{name}, of the update"] = replace(own, shaped=shaped, seen=seen)
     return made | {SUPERVISED: supervised_truth(batch, new_N, model)}
 
 
@@ -151,7 +161,10 @@ def run_layouts(cases: list[dict], world_size: int, batch: SequenceBatch, proble
 def run_algorithm(policy: MegatronPolicy, batch: SequenceBatch, rows: list[int], truth: Truth) -> tuple[dict, dict]:
     shaped = truth.shaped
     objective = SupervisedLoss() if isinstance(shaped, Answers) else shaped.algorithm
-    metrics = policy.accumulate_gradients(batch.select(rows), shaped.select(rows), objective)
+    seen: list[LogprobEntropy] | None = None if truth.seen is None else []
+    metrics = policy.accumulate_gradients(batch.select(rows), shaped.select(rows), objective, seen)
+    for found_n, expected_N in zip(seen[0] if seen else (), truth.seen or (), strict=True):
+        torch.testing.assert_close(found_n, batch.responses.take(expected_N, rows), atol=1e-5, rtol=1e-5)
     errors = {}
     for name, grad in policy.export(lambda parameter: parameter.main_grad):
         expected = truth.grads[name]

@@ -112,7 +112,7 @@ def test_the_heads_gathering_under_sequence_parallelism(path, head):
         part = pack(make_batch(61).select(rows), model.schedule._pack_shape).to(META)
         states_LH = torch.empty(len(part.packed_L) // 2, model.shape.hidden_size, device=META, requires_grad=True)
         _, algorithm, shaped = next(shaped_batches())
-        value, _ = model._loss(part, states_LH, shaped.select(rows), algorithm)
+        value, _, _ = model._loss(part, states_LH, shaped.select(rows), algorithm)
         value.backward()
         assert states_LH.grad.shape == states_LH.shape
 

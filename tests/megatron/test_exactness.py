@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.launch import launch
-from tests.megatron.exactness import SUPERVISED, TEMPERATURE, algorithms, chosen, make_batch, truths
+from tests.megatron.exactness import OWN, SUPERVISED, TEMPERATURE, algorithms, chosen, make_batch, truths
 from tests.models import make_tiny_model
 
 TOLERANCE = 1e-5
 
 # every other algorithm, where two layouts are one row of the table in docs/layouts.md: each algorithm is in one of them
-FIRST, SECOND = (*tuple(algorithms())[::2], SUPERVISED), (*tuple(algorithms())[1::2], SUPERVISED)
+FIRST = (*tuple(algorithms())[::2], SUPERVISED, f"{OWN[0]}, of the update")
+SECOND = (*tuple(algorithms())[1::2], SUPERVISED, f"{OWN[1]}, of the update")
 # (model, layout) by number of ranks; what is left of the ranks is data-parallel. "tied": tied embeddings, 2 key-value
 # heads, a vocabulary that 2 and 4 do not divide; "untied": query and key norms, the same otherwise. Two micro-batches
 # where messages are many: on two cores they take nearly all of the time

@@ -12,12 +12,16 @@ class LocalGroup:
     def __init__(self, replicas: int, ranks_per_replica: int, **methods: Callable[..., Any]) -> None:
         self.replicas, self.duplicate_actors, self.methods = replicas, ranks_per_replica, methods
         self.calls: list[tuple[str, list]] = []
+        self.answers: dict[str, list[Any]] = {}  # of methods without arguments, one for each replica
 
     def async_run_method_batch(self, method: str, **batched: list) -> list[list[Any]]:
         ((name, values),) = batched.items()
         assert len(values) == self.replicas, "one share for each replica"
         self.calls.append((method, values))
         return [[self.methods[method](**{name: value})] for value in values for _ in range(self.duplicate_actors)]
+
+    def async_run_method(self, method: str) -> list[Any]:
+        return [answer for answer in self.answers[method] for _ in range(self.duplicate_actors)]
 
 
 def get(refs: Any, timeout: float | None = None) -> Any:

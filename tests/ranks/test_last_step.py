@@ -51,8 +51,8 @@ def policy_actor(epochs: int, numbers: int = 0) -> tuple[PolicyActor, FakeModel]
     actor = PolicyActor.__new__(PolicyActor)
     model = awake(actor, epochs)
     chunks = [torch.nn.Linear(numbers, 1, bias=False)] if numbers else []
-    actor.policy = SimpleNamespace(chunks=chunks, train_step=lambda *step: model.train_step(more=step[-1]))
-    actor.timers, actor.has_moved, actor.version = PhaseTimers(), False, 0
+    actor.policy = SimpleNamespace(chunks=chunks, train_step=lambda *step: model.train_step(more=step[-2]))
+    actor.timers, actor.has_moved, actor.version, actor.seen = PhaseTimers(), False, 0, None
     actor.sleeping, actor.offloads = SleepModes(), []
     return actor, model
 

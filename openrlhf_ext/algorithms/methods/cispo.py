@@ -51,4 +51,4 @@ class Cispo(TokenAlgorithm):
         clipped_N = (weight_N != ratio_N) & (shaped.advantages != 0) & shaped.loss_mask
         factor_N = self.factor(shaped)
         scale_N = weight_N * shaped.advantages if factor_N is None else weight_N * shaped.advantages * factor_N
-        return torch.where(shaped.loss_mask, scale_N * (log_ratio_N + shaped.old_logprobs), 0.0), clipped_N
+        return torch.where(shaped.loss_mask, scale_N * (log_ratio_N + shaped["old_logprobs"]), 0.0), clipped_N

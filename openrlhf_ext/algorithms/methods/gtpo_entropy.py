@@ -166,7 +166,7 @@ class GtpoEntropy(TokenAlgorithm):
         classes = Classes.of(inputs.part, options.two_tables)
         penalty_B = length_penalty(inputs, options)
         reward = self.reward(inputs, classes, penalty_B)
-        rho_N = torch.empty_like(batch.old_logprobs, dtype=batch.float_dtype)
+        rho_N = torch.empty_like(batch["entropies"], dtype=batch.float_dtype)
         a_N = torch.empty_like(rho_N)
         mean_B, std_B = torch.zeros_like(reward.offset_B), torch.zeros_like(reward.offset_B)
         for cohort in make_cohorts(groups, batch.segments, self._batch_wide()):

@@ -42,6 +42,7 @@ class MixedPolicyDapo(TokenAlgorithm):
     """
 
     loss_inputs: ClassVar[tuple[str, ...]] = ("zero_group", "guide_logprobs")
+    reads_old: ClassVar[bool] = True
     kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
     tokenwise: ClassVar[bool] = True
 
@@ -59,7 +60,7 @@ class MixedPolicyDapo(TokenAlgorithm):
         fields: dict[str, Any] = group_relative(self, inputs)
         if batch.from_guide is not None and batch.guide_logprobs is not None:
             guided_N = batch.segments.spread(batch.from_guide)
-            fields["old_logprobs"] = torch.where(guided_N, batch.guide_logprobs, batch.old_logprobs)
+            fields["old_logprobs"] = torch.where(guided_N, batch.guide_logprobs, batch["old_logprobs"])
         if self.options.zero_batch:
             without_success_B = ~groups.any(inputs.part.success_B)[groups.index_B]
             fields["exposed"] = {"zero_group": without_success_B, "guide_logprobs": batch["guide_logprobs"]}

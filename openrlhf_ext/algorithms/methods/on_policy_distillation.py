@@ -31,6 +31,7 @@ class OnPolicyDistillation(TokenAlgorithm):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("guide_logprobs",)
+    reads_old: ClassVar[bool] = True
     kl_places: ClassVar[tuple[str, ...]] = ("loss",)
 
     def partition(self, batch: RolloutBatch, groups: Groups) -> Partition:
@@ -38,6 +39,6 @@ class OnPolicyDistillation(TokenAlgorithm):
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         batch, most = inputs.batch, self.options.most_gap
-        gap_N = batch["guide_logprobs"] - batch.old_logprobs
+        gap_N = batch["guide_logprobs"] - batch["old_logprobs"]
         reverse_kl = -gap_N.double().mean() if len(gap_N) else gap_N.double().sum()
         return {"advantages": gap_N.clamp(-most, most), "metrics": {"reverse_kl": reverse_kl}}

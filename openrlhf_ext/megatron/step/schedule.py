@@ -155,6 +155,26 @@ def gather_tokens(values_N: Tensor, part: PackedBatch) -> Tensor:
     return sum_ranks(mine, parallel_state.get_context_parallel_group())
 
 
+class TokenValues:
+    """``count`` fp32 values of every response token of a batch, which the micro-batches of a plan give one by one."""
+
+    def __init__(self, batch: SequenceBatch, plan: Sequence[list[int]], count: int, device: torch.device) -> None:
+        self._responses, self._order, self._device = batch.responses, planned_rows(plan), device
+        self._planned = [torch.zeros(batch.responses.tokens, device=device) for _ in range(count)]
+
+    def keep(self, part: PackedBatch, values: Sequence[Tensor]) -> None:
+        """Those of the tokens that this rank predicts. A collective of the context-parallel ranks."""
+        for planned_N, mine_N in zip(self._planned, values, strict=True):
+            planned_N[part.tokens] = gather_tokens(mine_N.float(), part)
+
+    def in_order(self) -> list[Tensor]:
+        """(N,) on the CPU in the order of the batch, on every rank of the replica. A collective of its stages."""
+        segments, inverse = self._responses.select(self._order), np.argsort(self._order).tolist()
+        for planned_N in self._planned:
+            broadcast_from_last_stage(planned_N, self._device)
+        return [segments.take(planned_N, inverse).cpu() for planned_N in self._planned]
+
+
 # loss(part, hidden_NH) -> value to differentiate, number of tokens (unused, int), metrics to add up
 LossFunction = Callable[[PackedBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
@@ -307,19 +327,14 @@ class Schedule:
         """(N,) fp32 values of this data-parallel rank's response tokens, on every rank of its replica; ``values`` gives
         the ``count`` values of those that a rank predicts, from the pack and what ``response_states`` gives."""
         plan = self.plan(batch, forward_only=True)
-        planned = [torch.zeros(batch.responses.tokens, device=self.device) for _ in range(count)]
+        kept = TokenValues(batch, plan, count, self.device)
 
         def keep(part: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor, dict]:
-            for planned_N, mine_N in zip(planned, values(part, states), strict=True):
-                planned_N[part.tokens] = gather_tokens(mine_N.float(), part)
+            kept.keep(part, values(part, states))
             return states.new_zeros(()), one(self.device), {}
 
         self.run(batch, plan, keep, forward_only=True)
-        order = planned_rows(plan)
-        segments, inverse = batch.responses.select(order), np.argsort(order).tolist()
-        for planned_N in planned:
-            broadcast_from_last_stage(planned_N, self.device)
-        return [segments.take(planned_N, inverse).cpu() for planned_N in planned]
+        return kept.in_order()
 
     def sum_metrics(self, shares: Sequence[dict[str, Tensor]]) -> dict[str, float]:
         """Adds the shares of all micro-batches and data-parallel ranks; identical on every rank."""

@@ -109,6 +109,10 @@ class Algo(Section):
 
     advantage: Advantage = Advantage()
     kl: Kl = Kl()
+    old_logprobs: Literal["auto", "policy", "engine"] = added("auto",
+        "log-probs that ratios are relative to: policy = a forward pass of the policy before it is updated; engine = "
+        "those that the engine sampled with; auto = the ones that the update itself computes where that is the same "
+        "(docs/algorithms.md), else policy")
     dynamic_filtering_enable: bool = option(False,
         "sample further prompts in place of those whose mean score is outside algo.dynamic_filtering_range")
     dynamic_filtering_range: Pair = option((0, 1), "LOW HIGH of the mean score of a prompt's responses, both exclusive")

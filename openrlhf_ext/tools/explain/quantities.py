@@ -27,7 +27,7 @@ def explain(rollouts: Sequence[Rollout], name: str, options: dict[str, Any], gro
     options = with_published_values(name, options, max_length=max(map(len, rollouts)))
     algorithm = get_algorithm(name, **options)
     batch = make_batch(rollouts)
-    shaped = algorithm.prepare(batch.old_logprobs, algorithm.shape(batch), seed=0)
+    shaped = algorithm.prepare(batch["old_logprobs"], algorithm.shape(batch), seed=0)
     quantities, notes = _quantities(algorithm, batch, shaped, {row: rollouts[row] for row in rows})
     shown = ", ".join(f"{key}={json.dumps(value)}" for key, value in options.items())
     return Explanation(
@@ -110,7 +110,7 @@ def _method_quantities(shaped: LossBatch) -> Iterator[tuple[str, str, str, Tenso
 
 def first_update(algorithm: Algorithm, batch: RolloutBatch, shaped: LossBatch) -> Tensor:
     """(N,) gradient of the objective in the log-probs, at the policy that sampled, times the tokens that count."""
-    logprobs_N = batch.old_logprobs.clone().requires_grad_()
+    logprobs_N = batch["old_logprobs"].clone().requires_grad_()
     (gradient_N,) = torch.autograd.grad(algorithm.loss(logprobs_N, shaped).value, logprobs_N)
     return -gradient_N * int(shaped.lengths[shaped.active].sum())
 

@@ -347,7 +347,7 @@ class Workload:
         prompts, group: prompts of a batch, and responses to each.
         prompt_tokens, response_tokens: mean lengths; every sequence is taken to be that long.
         longest, batch: tokens of the longest response; samples of an optimizer update.
-        scored_by: models that compute log-probs before training: the policy, a reference, a guide.
+        scored_by: models that compute log-probs before training: the policy (algo.old_logprobs), a reference, a guide.
     """
 
     prompts: int

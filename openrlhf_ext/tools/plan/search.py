@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from openrlhf_ext.config import RunConfig, Violation, value_of
+from openrlhf_ext.config.estimator import old_logprobs
 from openrlhf_ext.config.files import model_folder, unknown_model
 from openrlhf_ext.config.model_rules import divisible, shape_violations
 from openrlhf_ext.config.rules import LAYOUT_RULES
@@ -158,7 +159,7 @@ class Planner:
         batch = min(config.train.batch_size, config.samples_per_rollout)
         return Workload(
             rollout.batch_size, rollout.n_samples_per_prompt, prompt, response, longest, batch,
-            config.train.max_epochs, scored_by=1 + config.has_reference,
+            config.train.max_epochs, scored_by=(old_logprobs(config)[0] == "policy") + config.has_reference,
         )  # fmt: skip
 
     @cached_property

@@ -275,7 +275,7 @@ class Clock:
             f"a step: {work.prompts} prompts x {work.group} responses; prompts of {work.prompt_tokens} tokens, "
             f"responses of {work.response_tokens} on average, the longest {work.longest}; "
             f"{math.ceil(work.samples / work.batch) * work.epochs} updates; log-probs of {work.scored_by} "
-            f"model{'s' if work.scored_by > 1 else ''}",
+            f"model{'s' if work.scored_by != 1 else ''}",
             f"matrix products reach {a.products:.0%} of the peak, attention {a.attention:.0%}, decoding {a.memory:.0%} "
             f"of the memory's rate, collectives and copies {a.network:.0%} of theirs",
             f"a decoding step takes {a.layer_us:g} microseconds a layer besides, a message {a.message_us:g}; the "
