@@ -82,10 +82,10 @@ class Algorithm:
 
     # ---- what a caller uses ----
 
-    def why_old_logprobs(self) -> str | None:
-        """What of the algorithm needs the policy's log-probs or entropies before the loss is computed; None: nothing,
+    def why_old_logprobs(self, entropies_are_there: bool = False) -> str | None:
+        """What of the algorithm needs the policy's log-probs, or entropies, before the loss is computed; None: nothing,
         so that `shape` takes batches without `old_logprobs`, whose ratios are then 1 (one update per batch)."""
-        if "entropies" in self.needs:
+        if "entropies" in self.needs and not entropies_are_there:
             return f"{self.name} shapes by entropies"
         if self.reads_old or self.needs_prepare:
             return f"{self.name} reads old log-probs before the update"
@@ -261,7 +261,7 @@ class Algorithm:
         return tuple(sorted(names))
 
     def _require(self, batch: RolloutBatch) -> None:
-        if batch.old_logprobs is None and (why := self.why_old_logprobs()) is not None:
+        if batch.old_logprobs is None and (why := self.why_old_logprobs(batch.entropies is not None)) is not None:
             raise ValueError(f"RolloutBatch.old_logprobs is needed: {why}")
         reasons = {"ref_logprobs": "a KL penalty", "rollout_logprobs": "an importance correction"}
         wanted = dict.fromkeys((*self.needs, *self._optional_inputs()))

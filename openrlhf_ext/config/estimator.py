@@ -145,6 +145,13 @@ def old_logprobs(config: RunConfig) -> tuple[str, str]:
     return ("policy", why) if why else ("update", "one update per batch, whose ratios are 1 by definition")
 
 
+def engine_entropies(config: RunConfig) -> bool:
+    """Whether the estimator shapes by entropies, and by those of the engines (``algo.entropies``)."""
+    from openrlhf_ext.algorithms.registry import algorithm_class  # late, as above
+
+    return config.algo.entropies == "engine" and "entropies" in algorithm_class(algorithm_name(config)).needs
+
+
 def _why_policy(config: RunConfig) -> str | None:
     from openrlhf_ext.algorithms.registry import get_algorithm  # late, as above
 
@@ -157,7 +164,8 @@ def _why_policy(config: RunConfig) -> str | None:
     if config.algo.advantage.estimator == CUSTOM:
         return "the algorithm is not the package's"
     name, options, correction = algorithm_options(config)
-    return get_algorithm(name, correction=correction, warn=False, **options).why_old_logprobs()
+    algorithm = get_algorithm(name, correction=correction, warn=False, **options)
+    return algorithm.why_old_logprobs(entropies_are_there=config.algo.entropies == "engine")
 
 
 def initial_entropy_prompts(config: RunConfig) -> int:

@@ -221,7 +221,7 @@ class Checkpointer:
 
 
 def plain_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], Arrays]:
-    """Groups as plain values, and their tokens and log-probs as arrays."""
+    """Groups as plain values, and their tokens, log-probs and entropies as arrays."""
     return [_plain(group) for group in groups], _arrays([one for group in groups for one in group.responses])
 
 
@@ -233,6 +233,7 @@ def _plain(group: Group) -> dict[str, Any]:
             "score": response.score, "truncated": response.truncated, "extra_logs": response.extra_logs,
             "tokens": len(response.tokens_S),
             "logprobs": None if response.logprobs_T is None else len(response.logprobs_T),
+            "entropies": None if response.entropies_T is None else len(response.entropies_T),
             "from_guide": response.from_guide,
         }
         for response in group.responses
@@ -244,25 +245,31 @@ def _arrays(responses: Sequence[Response]) -> Arrays:
     """Tokens and log-probs of all, one response behind the other."""
     tokens = [response.tokens_S for response in responses]
     logprobs = [response.logprobs_T for response in responses if response.logprobs_T is not None]
+    entropies = [response.entropies_T for response in responses if response.entropies_T is not None]
     return {
         "tokens": np.concatenate([np.zeros(0, np.int32), *tokens]),
         "logprobs": np.concatenate([np.zeros(0, np.float32), *logprobs]),
+        "entropies": np.concatenate([np.zeros(0, np.float32), *entropies]),
     }
 
 
 def groups_from_plain(plain: Sequence[Mapping[str, Any]], arrays: Arrays) -> list[Group]:
     """The reverse of :func:`plain_groups`."""
-    used = {"tokens": 0, "logprobs": 0}
+    used = dict.fromkeys(arrays, 0)
 
-    def take(name: str, count: int) -> np.ndarray:
+    def take(name: str, count: int | None) -> np.ndarray | None:
+        if count is None:
+            return None
         start = used[name]
         used[name] += count
         return arrays[name][start : start + count]
 
     def response(r: dict[str, Any]) -> Response:
-        tokens, logprobs = r.pop("tokens"), r.pop("logprobs")
-        logprobs_T = None if logprobs is None else take("logprobs", logprobs)
-        return Response(tokens_S=take("tokens", tokens), logprobs_T=logprobs_T, **r)
+        tokens_S = take("tokens", r.pop("tokens"))
+        assert tokens_S is not None
+        # 0.2 and before have no entropies
+        logprobs_T, entropies_T = take("logprobs", r.pop("logprobs")), take("entropies", r.pop("entropies", None))
+        return Response(tokens_S=tokens_S, logprobs_T=logprobs_T, entropies_T=entropies_T, **r)
 
     return [Group(Prompt(**g["prompt"]), [response(dict(r)) for r in g["responses"]]) for g in plain]
 

@@ -88,6 +88,7 @@ class ExperienceMaker:
     guide: Scorer | None = None
     reward: RewardScorer | None = None
     source: str = "policy"
+    engine_entropies: bool = False
     batches: int = field(default=0, init=False)
 
     @torch.no_grad()
@@ -107,6 +108,8 @@ class ExperienceMaker:
         rollout = dataclasses.replace(rollout_batch(samples, batch, old, self.group_size), **scores)
         if self.source == "engine":
             rollout = dataclasses.replace(rollout, old_logprobs=rollout["rollout_logprobs"])
+        if self.engine_entropies:
+            rollout = dataclasses.replace(rollout, entropies=_engine_entropies(samples))
         shaped = self._shaped(rollout)
         metrics = reward_metrics(samples) | staleness_metrics(samples, version)
         metrics |= guide_gauges(samples) if self.guide is not None else {}
@@ -114,7 +117,7 @@ class ExperienceMaker:
         self.batches += 1
         shards = self._shards(shaped, batch, with_sequences=old is None)
         made = Experience(shards, batch, old, rollout, metrics, groups, shown)
-        made = made if old is None else self._described(made, rollout, shaped)
+        made = made if old is None else self._described(made, old, shaped)
         made.metrics.update({"time/logprob": scored - started, "time/shape": time.perf_counter() - scored})
         return made
 
@@ -126,9 +129,12 @@ class ExperienceMaker:
         started = time.perf_counter()
         answers = get(self.policy.async_run_method("seen_logprobs"))
         old = self._of_rows(made.batch, answers[:: self.policy.duplicate_actors])
-        # shaped once more, for what the methods measure by entropies
-        rollout = dataclasses.replace(made.rollout, old_logprobs=old.logprobs_N, entropies=old.entropies_N)
-        made = self._described(dataclasses.replace(made, old=old, shards=[]), rollout, self._shaped(rollout))
+        # shaped once more, for what the methods measure
+        rollout = made.rollout if self.source == "engine" else with_policy(made.rollout, old)
+        entropies_N = old.entropies_N if made.rollout.entropies is None else made.rollout.entropies
+        rollout = dataclasses.replace(rollout, entropies=entropies_N)
+        made = dataclasses.replace(made, old=old, shards=[], rollout=rollout)
+        made = self._described(made, old, self._shaped(rollout))
         made.metrics["time/shape"] += time.perf_counter() - started
         return made
 
@@ -136,13 +142,18 @@ class ExperienceMaker:
         algorithm = self.algorithm if self.kl is None else self.algorithm.with_kl_coef(self.kl.value)
         return algorithm.shape(rollout)
 
-    def _described(self, made: Experience, rollout: RolloutBatch, shaped: LossBatch) -> Experience:
-        """With what the batch is like before and after shaping; the next KL coefficient follows from it."""
+    def _described(self, made: Experience, old: LogprobEntropy, shaped: LossBatch) -> Experience:
+        """With what the batch is like for the policy, and after shaping; the next KL coefficient follows from it."""
+        rollout = with_policy(made.rollout, old)
         metrics = batch_metrics(rollout, correction_band(self.algorithm)) | conflict_gauges(rollout, shaped)
+        if self.engine_entropies:
+            apart_N = made.rollout["entropies"] - old.entropies_N
+            metrics["mismatch/entropy_mean_abs"] = float(apart_N.abs().double().mean())
         metrics |= {f"algorithm/{k}": float(v) for k, v in shaped.metrics.items()}
         metrics |= self._reference_metrics(rollout) | guide_agreement(rollout) | made.metrics
+        rollout = dataclasses.replace(rollout, entropies=made.rollout.entropies)  # that it was shaped by
         samples = [] if made.shown is None else shown_samples(made.groups, rollout, shaped, made.shown)
-        return dataclasses.replace(made, rollout=rollout, metrics=metrics, samples=samples)
+        return dataclasses.replace(made, metrics=metrics, samples=samples)
 
     def _shards(self, shaped: LossBatch, batch: SequenceBatch, with_sequences: bool) -> list[TrainingShard]:
         deals = self._deals(batch)
@@ -251,6 +262,19 @@ def rollout_batch(
         from_guide=torch.tensor([s.from_guide for s in samples]),
         group_size=group_size,
     )
+
+
+def with_policy(rollout: RolloutBatch, old: LogprobEntropy) -> RolloutBatch:
+    """The batch with what the policy says of it."""
+    return dataclasses.replace(rollout, old_logprobs=old.logprobs_N, entropies=old.entropies_N)
+
+
+def _engine_entropies(samples: Sequence[Response]) -> Tensor:
+    """(N,) entropies of the distributions that the engines sampled from."""
+    told = [sample.entropies_T for sample in samples if sample.entropies_T is not None]
+    if len(told) < len(samples):
+        raise ValueError("algo.entropies engine: a completion came without entropies of its engine")
+    return torch.from_numpy(np.concatenate(told))
 
 
 def _rollout_logprobs(samples: Sequence[Response]) -> Tensor | None:

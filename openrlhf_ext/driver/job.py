@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.config.estimator import algorithm_name, initial_entropy_prompts, old_logprobs
+from openrlhf_ext.config.estimator import algorithm_name, engine_entropies, initial_entropy_prompts, old_logprobs
 from openrlhf_ext.config.files import downloaded
 from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import preflight
@@ -300,6 +300,7 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
             data_parallel_size=config.layout.data_parallel_size,
             attention_length=shape.attention_length,
             source=source,
+            engine_entropies=engine_entropies(config),
             **parts.auxiliary.experience_parts(config, parts.policy),
         ),
         supervisor=parts.supervisor,

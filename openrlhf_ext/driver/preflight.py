@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation
-from openrlhf_ext.config.estimator import algorithm_name, algorithm_options, flag_options
+from openrlhf_ext.config.estimator import algorithm_name, algorithm_options, engine_entropies, flag_options
 from openrlhf_ext.config.files import (
     Wanted,
     dataset_refs,
@@ -203,16 +203,18 @@ def old_logprob_violations(config: RunConfig) -> Iterator[Violation]:
     """The engines' log-probs can be the old ones only of the whole distribution, and of methods that need no more."""
     from openrlhf_ext.algorithms.registry import algorithm_class
 
+    yield from _entropy_violations(config)
     if config.algo.old_logprobs != "engine":
         return
     estimator, method = config.algo.advantage.estimator, algorithm_class(algorithm_name(config))
+    by_policy = "entropies" in method.needs and not engine_entropies(config)
     needs = [
         (config.rollout.top_p < 1, "rollout.top_p", f"{config.rollout.top_p:g}", "they are of the cut distribution"),
         (
             config.correction_level != "off", "algo.advantage.is_correction_level", config.correction_level,
             "ratios are to the engines' log-probs already, and a correction would compare these with themselves",
         ),
-        ("entropies" in method.needs, "algo.advantage.estimator", estimator, "it needs entropies of the policy"),
+        (by_policy, "algo.entropies", "policy", f"{estimator} needs a pass of the policy for its entropies"),
         (method.needs_prepare, "algo.advantage.estimator", estimator, "it chooses tokens by the policy's log-probs"),
         (config.has_critic, "algo.advantage.estimator", estimator, "the policy is not trained in its first steps"),
         (config.train.drift_check, "train.drift_check", "true", "it compares the policy's log-probs"),
@@ -225,6 +227,21 @@ def old_logprob_violations(config: RunConfig) -> Iterator[Violation]:
             )
 
 
+def _entropy_violations(config: RunConfig) -> Iterator[Violation]:
+    if not engine_entropies(config):
+        return
+    for wrong, name, value, why in (
+        (config.rollout.top_p < 1, "rollout.top_p", f"{config.rollout.top_p:g}", "they are of the cut distribution"),
+        (config.train.agent_func_path is not None, "train.agent_func_path", config.train.agent_func_path,
+         "the responses of agents bring none"),
+    ):  # fmt: skip
+        if wrong:
+            yield Violation(
+                ("algo.entropies", name),
+                f"algo.entropies engine does not go with {name} {value}: {why}; use algo.entropies policy",
+            )
+
+
 def unread_warnings(config: RunConfig) -> Iterator[str]:
     """Options that only other estimators read: in the estimator's map, or set by OpenRLHF's flags."""
     from openrlhf_ext.algorithms.registry import algorithm_names, foreign_keys, option_keys
@@ -232,6 +249,8 @@ def unread_warnings(config: RunConfig) -> Iterator[str]:
     estimator = config.algo.advantage.estimator
     foreign = foreign_keys(algorithm_name(config))
     reason = f"algo.advantage.estimator {estimator} does not read"
+    if config.algo.entropies == "engine" and not engine_entropies(config):
+        yield no_effect("algo.entropies", "engine", f"algo.advantage.estimator {estimator} shapes by no entropies")
     for key, value in config.own_options.items():
         if key in foreign and value is not None:
             owners = ", ".join(other for other in algorithm_names() if key in option_keys(other))

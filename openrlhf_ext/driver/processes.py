@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.config.estimator import engine_entropies
 from openrlhf_ext.driver.checkpoints import write_hf
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.scoring import KLCoefficient, RewardScorer, Scorer, ValueTrainer
@@ -87,7 +88,10 @@ def start_engines(config: RunConfig, use_gpu: bool, policy_places: Reservation) 
         logger.warning("vllm.enable_sleep: vLLM cannot give up memory on CPU; the engines only stand still")
     shared = policy_places if config.engines_share_gpus else None
     places = engine_places(config, use_gpu, shared, config.vllm.num_engines, "the rollout engines")
-    return _create_engines(config, use_gpu, places, policy_path(config), config.vllm.num_engines, config.train.seed)
+    return _create_engines(
+        config, use_gpu, places, policy_path(config), config.vllm.num_engines, config.train.seed,
+        tells_entropies=engine_entropies(config),
+    )  # fmt: skip
 
 
 def start_guide_engines(config: RunConfig, use_gpu: bool) -> EngineFleet | None:
@@ -101,7 +105,8 @@ def start_guide_engines(config: RunConfig, use_gpu: bool) -> EngineFleet | None:
 
 
 def _create_engines(
-    config: RunConfig, use_gpu: bool, places: EnginePlaces | None, model_path: str, count: int, seed: int
+    config: RunConfig, use_gpu: bool, places: EnginePlaces | None, model_path: str, count: int, seed: int,
+    tells_entropies: bool = False,
 ) -> EngineFleet:
     from openrlhf_ext.rollout.launch import create_rollout_engines
 
@@ -130,6 +135,7 @@ def _create_engines(
         fast_tokenizer=not config.data.disable_fast_tokenizer,
         batch_invariant=config.train.full_determinism_enable,
         bf16_layers=layers,
+        tells_entropies=tells_entropies,
         more_env={} if layers is None else fp8_env(use_gpu),
     )
 

@@ -68,6 +68,9 @@ METRICS = (
         "mean over completion tokens of 1 - w + w d with w = exp(d): the estimator of KL(policy, engine) from tokens "
         "that the engine sampled, as `kl/rollout` is that of KL(engine, policy)"),
     Metric("mismatch/mean_abs", "nats", "mean over completion tokens of the absolute difference d"),
+    Metric("mismatch/entropy_mean_abs", "nats",
+        "mean over completion tokens of the absolute difference of engine's and policy's entropies (algo.entropies "
+        "engine)"),
     Metric("mismatch/exp_mean_abs", "1",
         "exp of `mismatch/mean_abs`: by how much the probability of a token typically differs; 1 if trainer and "
         "engine agree"),

@@ -232,6 +232,8 @@ class GradedSingleTurnExecutor(GradedExecutor):
             score=None if grade is None else grade.score,
             truncated=completion.finish_reason == "length",
             extra_logs={} if grade is None else grade.extra_logs,
+            # where the engine tells entropies, they stand in the place of ranks (worker_extension)
+            entropies_T=np.array(completion.logprobs.ranks, dtype=np.float32) if engine.tells_entropies else None,
         )
 
     async def _grade(

@@ -90,6 +90,7 @@ class RolloutEngine(compat.RolloutRayActor):
         num_gpus: float = 0,
         in_process: bool = False,
         bf16_layers: Sequence[int] | None = None,
+        tells_entropies: bool = False,
         request_timeout_s: float,
         **engine_args: Any,
     ) -> None:
@@ -102,6 +103,7 @@ class RolloutEngine(compat.RolloutRayActor):
                 VLLM_ENABLE_V1_MULTIPROCESSING=0), instead of in one of its own.
             bf16_layers: quantize linear layers but in these decoder layers, and prove it now and after every update
                 (`worker_extension`); None: quantize nothing.
+            tells_entropies: completions bring the entropy of each sampled token's distribution.
         """
         with without_collection():
             import vllm
@@ -119,7 +121,7 @@ class RolloutEngine(compat.RolloutRayActor):
         }
         if bf16_layers is not None:
             self.kwargs = worker_extension.with_quantized_layers(self.kwargs, bf16_layers)
-        self._in_process = in_process
+        self._in_process, self.tells_entropies = in_process, tells_entropies
         self._mm_pad_token_ids = None  # of images, which are not supported; read by OpenRLHF's `generate`
         self._request_timeout_s = request_timeout_s
         self._generating = OverlapTimer()
@@ -134,6 +136,8 @@ class RolloutEngine(compat.RolloutRayActor):
         self._queued_probe: tuple[_Request, _Request] | None = None
         self._updating, self._resumes = asyncio.Lock(), True
         self.llm = await _start(vllm.AsyncEngineArgs(*args, **self.kwargs), in_process, bf16_layers)
+        if tells_entropies:
+            await self.llm.collective_rpc("tell_entropies")
 
     # ---- generation
 

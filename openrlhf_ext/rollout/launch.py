@@ -69,6 +69,7 @@ def create_rollout_engines(
     fast_tokenizer: bool = True,
     batch_invariant: bool = False,
     bf16_layers: Sequence[int] | None = None,
+    tells_entropies: bool = False,
     more_env: Mapping[str, str] = MappingProxyType({}),
 ) -> EngineFleet:
     """Start engines and return their handles at once (`wait_until_ready`). Raises ValueError, EngineStartError.
@@ -78,6 +79,7 @@ def create_rollout_engines(
         seed: engine i samples with seed + i, where a request has no seed of its own.
         places: None: engines on CPU that go where Ray puts them.
         batch_invariant: GPUs only: kernels whose results do not depend on what else is in the batch; slower.
+        tells_entropies: of the distributions that tokens are sampled from, with the completions.
         more_env: of the engines' processes, beside `engine_env`.
     """
     engine_args = {
@@ -94,6 +96,7 @@ def create_rollout_engines(
         "fast_tokenizer": fast_tokenizer,
         "request_timeout_s": request_timeout_s,
         "bf16_layers": bf16_layers,
+        "tells_entropies": tells_entropies,
     }
     if options.dtype != "fp32":
         # else logits are rounded to the model's dtype, 0.06 nats where they exceed 16; "required for RL

@@ -132,6 +132,7 @@ class Response:
     Attributes:
         tokens_S: int32 prompt and completion, and for agents the observations in between.
         logprobs_T: fp32 log-probs that the engine sampled the completion tokens with; None if it does not tell.
+        entropies_T: fp32 entropies (nats) of the distributions that it sampled them from; None if it was not asked to.
         actions: [start, stop) ranges of the completion tokens in ``tokens_S``, in order.
         versions: which weights sampled what, as ranges of ``tokens_S``; empty if that is not known.
         reward, score: None until a reward model has scored the batch; any other grade comes with the completion.
@@ -149,6 +150,7 @@ class Response:
     truncated: bool
     extra_logs: dict[str, float]
     from_guide: bool = False
+    entropies_T: np.ndarray | None = None
 
     @property
     def sampled(self) -> int:

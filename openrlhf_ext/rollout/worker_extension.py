@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -44,6 +45,8 @@ from openrlhf_ext.rollout.sync.stream import WeightReceiver
 
 PER_BLOCK, EMULATED = "fp8_per_block", "fp8_per_block_emulated"
 _LISTED = 5
+_AT_ONCE = 1 << 24
+_SCORES = "compute_topk_scores"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 QUALIFIED_NAME = "openrlhf_ext.rollout.worker_extension.WeightSyncExtension"
 
@@ -276,6 +279,23 @@ class HeldWeights:
         return _Rows(module, parameter, start, start + sizes[number])
 
 
+def _with_entropies(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's function of (n, V) logits or log-probs, and more, whose ``selected_token_ranks`` are fp32 entropies."""
+
+    def gathered(scores_nV: Tensor, *args: Any, **kwargs: Any) -> Any:
+        tensors = gather(scores_nV, *args, **kwargs)
+        return tensors if tensors is None else tensors._replace(selected_token_ranks=entropies(scores_nV))
+
+    return gathered
+
+
+def entropies(scores_nV: Tensor) -> Tensor:
+    """(n,) fp32 entropies in nats of the distributions with these logits, or log-probs, -inf among them."""
+    rows = max(1, _AT_ONCE // max(1, scores_nV.shape[1]))  # else a batch of 256 takes three times 150 MiB
+    parts = [torch.special.entr(part.softmax(-1, torch.float32)).sum(-1) for part in scores_nV.split(rows)]
+    return torch.cat([scores_nV.new_zeros(0, dtype=torch.float32), *parts])
+
+
 class WeightSyncExtension:
     """Mixed into vLLM's worker, which provides the first four attributes."""
 
@@ -291,6 +311,17 @@ class WeightSyncExtension:
         """Look at every linear layer, now and after every update; raises NotFP8 (`require_fp8`)."""
         self._bf16_layers = bf16_layers
         require_fp8(self.model_runner.get_model(), bf16_layers)
+
+    def tell_entropies(self) -> None:
+        """From now on the sampler says each token's entropy where vLLM says its rank, which nothing here reads."""
+        sampler = self.model_runner.sampler
+        if hasattr(sampler, "gather_logprobs"):
+            # beside a request with `logprob_token_ids`, the probe, vLLM takes the second (v1/sample/sampler.py:142)
+            for name in ("gather_logprobs", "gather_specific_token_logprobs"):
+                setattr(sampler, name, _with_entropies(getattr(sampler, name)))
+        else:  # vLLM's second model runner (v1/worker/gpu/sample/sampler.py:169)
+            module = sys.modules[type(sampler).__module__]
+            setattr(module, _SCORES, _with_entropies(getattr(module, _SCORES)))
 
     def connect_weight_receiver(self, plan: dict[str, Any], link: dict[str, Any]) -> None:
         """Join the sender's group as this worker's number within its engine says."""

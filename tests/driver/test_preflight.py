@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from openrlhf_ext.algorithms import registry
 from openrlhf_ext.cli import train_ppo_ray
 from openrlhf_ext.config import ConfigError, load_config
-from openrlhf_ext.config.estimator import algorithm_options, old_logprobs
+from openrlhf_ext.config.estimator import algorithm_options, engine_entropies, old_logprobs
 from openrlhf_ext.driver import job
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.preflight import check_files, findings, try_user_code
@@ -166,7 +166,7 @@ def test_what_log_probs_of_the_engines_cannot_be(task):
     assert problems(task, *engine, "grpo", "--train.max_staleness", "2", "--train.max_epochs", "2") == []
     for words, why in (
         (("grpo", "--rollout.top_p", "0.9"), "rollout.top_p 0.9: they are of the cut distribution"),
-        (("grpo_s",), "grpo_s: it needs entropies of the policy"),
+        (("grpo_s",), "algo.entropies policy: grpo_s needs a pass of the policy for its entropies"),
         (("clip_cov",), "clip_cov: it chooses tokens by the policy's log-probs"),
         (("grpo", "--train.drift_check"), "train.drift_check true: it compares the policy's log-probs"),
         (
@@ -177,6 +177,18 @@ def test_what_log_probs_of_the_engines_cannot_be(task):
         (message,) = problems(task, *engine, *words)
         assert message.startswith("algo.old_logprobs engine does not go with ") and why in message, words
         assert message.endswith("use algo.old_logprobs auto")
+
+
+def test_entropies_of_the_engines(task):
+    engine = ("--algo.entropies", "engine", "--algo.advantage.estimator")
+    one_update = ("--train.batch_size", "8", "--rollout.batch_size", "2", "--rollout.n_samples_per_prompt", "4")
+    config = load(task, *one_update, *engine, "gtpo_entropy")
+    assert engine_entropies(config) and old_logprobs(config)[0] == "update"
+    assert problems(task, *engine, "gtpo_entropy", "--algo.old_logprobs", "engine") == []
+    (message,) = problems(task, *engine, "grpo_s", "--rollout.top_p", "0.9")
+    assert message.startswith("algo.entropies engine does not go with rollout.top_p 0.9: they are of the cut")
+    (warning,) = load(task, *engine, "grpo").warnings
+    assert warning.startswith("algo.entropies has no effect: got engine, and algo.advantage.estimator grpo shapes by")
 
 
 def test_one_ratio_per_response_is_not_silently_left_out(task):

@@ -28,6 +28,8 @@ OPTIONS = {
     "clip_cov": {"train__batch_size": 16},
     "kl_cov": {"train__batch_size": 16},
     "gmpo": {"algo__old_logprobs": "engine"},
+    "entropy_advantage": {"algo__entropies": "engine"},
+    "grpo_s": {"algo__entropies": "engine", "algo__old_logprobs": "engine"},
     "on_policy_distillation": {"guide__model_name_or_path": "guide"},
     "mixed_policy_dapo": {"algo__mixed_policy_dapo__zero_batch": "false"},
     CUSTOM: {"algo__custom__strength": 0.5},

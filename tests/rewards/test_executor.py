@@ -63,6 +63,8 @@ class FakeEngine:
     prompts: list[list[int]] = field(default_factory=list)
     params: list[SimpleNamespace] = field(default_factory=list)
 
+    tells_entropies = False
+
     def sampling_params(self, sampling: Sampling, **arguments: Any) -> SimpleNamespace:
         return SimpleNamespace(temperature=sampling.temperature, **arguments)
 

@@ -113,6 +113,9 @@ class Algo(Section):
         "log-probs that ratios are relative to: policy = a forward pass of the policy before it is updated; engine = "
         "those that the engine sampled with; auto = the ones that the update itself computes where that is the same "
         "(docs/algorithms.md), else policy")
+    entropies: Literal["policy", "engine"] = added("policy",
+        "entropies that a method shapes by: policy = of a forward pass of the policy, exact; engine = of the "
+        "distribution that the engine sampled each token from, without that pass (docs/algorithms.md)")
     dynamic_filtering_enable: bool = option(False,
         "sample further prompts in place of those whose mean score is outside algo.dynamic_filtering_range")
     dynamic_filtering_range: Pair = option((0, 1), "LOW HIGH of the mean score of a prompt's responses, both exclusive")
