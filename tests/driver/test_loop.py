@@ -59,8 +59,9 @@ class World:
         deadline = Ready()
         self.requests = Requests(at_once=True)
         experience = SimpleNamespace(
-            make=self.make, algorithm=None, state_dict=lambda: {"batches": self.loop.step},
-            old_logprobs=self.old_logprobs, critic=SimpleNamespace(start_fit=self.fit_critic) if with_critic else None,
+            make=self.make, completed=lambda made, get: made, old_logprobs=self.old_logprobs, algorithm=None,
+            state_dict=lambda: {"batches": self.loop.step},
+            critic=SimpleNamespace(start_fit=self.fit_critic) if with_critic else None,
         )  # fmt: skip
         self.loop = TrainingLoop(
             config=config,
@@ -90,7 +91,7 @@ class World:
     def make(self, groups: list[Group], version: int, get: Any, shown: int | None) -> Experience:
         self.tell("score")
         self.told[-1] = f"score {[group.prompt.number for group in groups]} at {version}"
-        return Experience(["shard"], batch=None, old=None, metrics={"tokens/generated": 8.0}, groups=groups)
+        return Experience(["shard"], None, None, None, metrics={"tokens/generated": 8.0}, groups=groups)
 
     def old_logprobs(self, batch: Any, get: Any) -> LogprobEntropy:
         """A token's entropy is a tenth of its id."""
@@ -207,7 +208,7 @@ def test_sigterm_saves_what_the_last_finished_step_would_have_saved() -> None:
     ((state, timeout_s),) = world.saved_last
     plain, arrays = state
     expected, _ = world.saved[1]
-    assert plain["step"] == 1 and repr(plain) == repr(expected) and set(arrays) == {"tokens", "logprobs"}
+    assert plain["step"] == 1 and repr(plain) == repr(expected) and set(arrays) == {"tokens", "logprobs", "entropies"}
     assert "record 2" not in world.told and 0 < timeout_s <= 20
 
 

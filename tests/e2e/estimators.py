@@ -11,7 +11,7 @@ from pathlib import Path
 
 from openrlhf_ext.config import load_config
 from openrlhf_ext.config.estimator import initial_entropy_prompts
-from openrlhf_ext.driver import job, settings
+from openrlhf_ext.driver import job, processes, settings
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.waits import call_ranks
 from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS
@@ -83,6 +83,7 @@ def main(folder: Path) -> None:
     (folder / "own_method.py").write_text(OWN_METHOD)
     make_tiny_policy(folder / "guide", seed=1)
     base = config_of(task, "on_policy_distillation")  # ranks that hold a guide
+    processes.engine_entropies = lambda _: True  # engines that tell entropies, for the estimators that ask for theirs
     session = RaySession(policy_ranks=2, engines=1, env=settings.worker_env(base), verbose=False)
     with session:
         parts = job.build_parts(base, session, EventLog())
