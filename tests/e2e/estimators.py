@@ -94,6 +94,8 @@ def main(folder: Path) -> None:
             config = config_of(task, estimator)
             ask("load_state", folder=start, name="policy")
             loop = job.build_loop(config, parts)
+            if "engine" in (config.algo.entropies, config.algo.old_logprobs):
+                loop.publish()  # the engine has the weights of the estimator before
             if initial_entropy_prompts(config):
                 job.set_initial_entropy(config, loop, parts)
             loop.run()
