@@ -38,6 +38,9 @@ _TOY = ("configs/quickstart.yaml", "examples/python/toy_policy.py", "examples/py
 MEASURES: dict[str, tuple[str, ...]] = {
     "algorithms.json": ("openrlhf_ext/algorithms",),
     "end_to_end_cpu.json": (*_TOY, *(f"openrlhf_ext/{part}" for part in _STEP)),
+    "engine_entropies_cpu.json": (
+        "openrlhf_ext/algorithms", "openrlhf_ext/rollout/worker_extension.py", "examples/python/gym_task.py",
+    ),
     "fp8_learning_cpu.json": (
         *_TOY, "openrlhf_ext/fp8", "openrlhf_ext/megatron/layers", "openrlhf_ext/rollout/worker_extension.py",
     ),
