@@ -25,15 +25,16 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf_ext.rewards.grading import completion_of, without_end
-
+END_TOKENS = re.compile(r"(?:<\|(?:im_end|endoftext|eot_id|end_of_text)\|>)+\Z")  # where completions are not passed
 WELL_FORMED = re.compile(r"<reasoning>([^<>]*)</reasoning><answer>([^<>]*)</answer>")
 FINAL_ANSWER = re.compile(r"<answer>([^<>]*)</answer>\Z")
 INTEGER = re.compile(r"-?[0-9]{1,18}")
+PROMPT_END_CHARACTERS = 64
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def grade(completion: str, label: str) -> Grade:
         ValueError: the label holds no number after ``####``.
     """
     steps, answer = parse_label(label)
-    text = without_end(completion.strip()).strip()
+    text = END_TOKENS.sub("", completion.strip()).strip()
     form = WELL_FORMED.fullmatch(text)
     return Grade(
         correct=final_answer(text) == answer,
@@ -133,6 +134,19 @@ def parse_label(label: str) -> tuple[list[str], int]:
     if not mark or number is None:
         raise ValueError(f"label must end in '#### <integer>' as in GSM8K (--data.label_key answer), got {label!r}")
     return [line.strip() for line in solution.splitlines() if line.strip()], number
+
+
+# stands in each of these files, so that any of them can be copied alone
+def completion_of(query: str, prompt: str) -> str:
+    """What follows the prompt in the query.
+
+    Tokenizers such as Qwen2's compose accents (NFC), and a long prompt may have lost its beginning to truncation.
+    """
+    for written in (prompt, unicodedata.normalize("NFC", prompt)):
+        if query.startswith(written):
+            return query[len(written) :]
+    ending = unicodedata.normalize("NFC", prompt)[-PROMPT_END_CHARACTERS:]
+    return query.partition(ending)[2] if ending in query else query
 
 
 def _integer(text: str) -> int | None:

@@ -34,21 +34,17 @@ _PROMPT_END_CHARACTERS = 64
 
 
 def completion_of(query: str, prompt: str) -> str:
-    """What follows the prompt in the query, without the end of text: for reward functions where nobody passes
-    ``completions`` (OpenRLHF itself, reward servers), which this package cuts by the tokenizer's own end.
+    """What follows the prompt in the query, without the tokens that end a text in ChatML, Qwen's and Llama's: for
+    reward functions where nobody passes ``completions`` (OpenRLHF itself, reward servers). This package does, cut by
+    the tokenizer's own end.
 
     Tokenizers such as Qwen2's compose accents (NFC), and a long prompt may have lost its beginning to truncation.
     """
     for written in (prompt, unicodedata.normalize("NFC", prompt)):
         if query.startswith(written):
-            return without_end(query[len(written) :])
+            return _END.sub("", query[len(written) :])
     ending = unicodedata.normalize("NFC", prompt)[-_PROMPT_END_CHARACTERS:]
-    return without_end(query.partition(ending)[2] if ending in query else query)
-
-
-def without_end(text: str) -> str:
-    """The text without the tokens that end one in ChatML, Qwen's and Llama's: for those who have no tokenizer."""
-    return _END.sub("", text)
+    return _END.sub("", query.partition(ending)[2] if ending in query else query)
 
 
 @dataclass(frozen=True)
