@@ -125,6 +125,11 @@ def test_a_run_loads_at_the_real_models_scale(name, run_name, monkeypatch):
 def test_an_item_is_made_with_the_real_model(run, tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(real_model, "run_python", partial(stand_in, made))
+    (typed,) = (line for line in (ROOT / "docs/papers.md").read_text().splitlines() if "--scale real" in line)
+    assert run(*shlex.split(typed)[2:], "--out", str(tmp_path))[0] == 0
+    assert made.count("train_ppo_ray") == 3 and "evaluate" not in made, "a figure of curves"
+
+    del made[:]
     status, out, _ = run("simoni", "fig2_llama_math", "--scale", "real", "--steps", "2", "--out", str(tmp_path))
     assert status == 0 and "6 of 6 runs to go" in out and made.count("train_ppo_ray") == 6
     assert made.count("evaluate") == 7, "the start model's, and that of each run"
