@@ -16,12 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import record
 from openrlhf_ext.reporting import read_metrics
 from openrlhf_ext.reporting.lines import read_lines
+from openrlhf_ext.rewards.worker import die_with
 
 RESULT = record.RESULTS / "real_model.json"
 FIGURE = record.ROOT / "docs/images/real_model.png"
@@ -39,6 +42,7 @@ TRAINING = ("reward/mean", "entropy/mean", "response/length_mean", "kl/rollout",
 KEPT = ("accuracy", "accuracy_interval", "standard_error", "prompts", "samples_per_prompt", "pass_at_k")
 CONFIG, REWARD = "configs/real_model.yaml", "examples/python/reward_gsm8k.py"
 FILES = (CONFIG, REWARD, "examples/python/gym_task.py")
+PROMPTS = 8  # of a step, as CONFIG has it
 CELL_S = 3 * 3600
 
 
@@ -65,10 +69,9 @@ def main() -> int:
 
 def run_cells(work: Path, estimators: Sequence[str], seeds: Sequence[int], steps: int) -> None:
     """Runs what is missing; every seed of all methods before the next seed."""
-    model = _python("examples/python/real_model.py", output=True).strip()
-    _python("examples/python/gym_task.py", "--output_dir", work / "data")
+    model = prepare(work)
     if not (work / "before.json").exists():
-        _evaluate(model, work / "before.json", work)
+        evaluate(model, work / "before.json", work)
     known = recorded()
     for seed in seeds:
         for estimator in estimators:
@@ -105,30 +108,51 @@ def run_cell(cell: Path, model: str, wanted: dict[str, Any]) -> None:
         return
     print(f"{cell.name}: {wanted['steps']} steps", flush=True)
     load, commit, started = os.getloadavg()[0], record.commit(), time.time()
-    _python(
-        "-m", "openrlhf_ext.cli.train_ppo_ray", "--config", CONFIG, "--actor.model_name_or_path", model,
-        "--algo.advantage.estimator", wanted["estimator"], "--train.seed", wanted["seed"],
-        "--data.prompt_dataset", cell.parent / "data/train.jsonl", "--data.max_samples", 8 * wanted["steps"],
-        "--eval.dataset", cell.parent / "data/heldout.jsonl", "--reward.remote_url", REWARD,
-        "--ckpt.output_dir", cell, "--logger.samples_every", 10,
-    )  # fmt: skip
+    options = ["--algo.advantage.estimator", wanted["estimator"], "--train.seed", wanted["seed"]]
+    train(model, cell, cell.parent, wanted["steps"], *options)
     seconds = time.time() - started
-    _evaluate(cell, cell / "after.json", cell.parent)
+    evaluate(cell, cell / "after.json", cell.parent)
     about = {"settings": wanted, "commit": commit, "seconds": seconds, "load_average": [load, os.getloadavg()[0]]}
     done.write_text(json.dumps(about, indent=1) + "\n")
 
 
-def _evaluate(model: str | Path, result: Path, work: Path) -> None:
-    _python(
-        "-m", "openrlhf_ext.cli.evaluate", "--model", model, "--json", result, "--data", work / "data/heldout.jsonl",
-        "--reward", REWARD, "--apply_chat_template", "--n_samples", 8, "--max_new_tokens", 24, "--engine", "vllm",
-        "--dtype", "bfloat16", "--kv_cache_mib", 256,
+# --- the commands of examples/scripts/real_model.sh -------------------------------------------------------------------
+
+
+def prepare(work: Path) -> str:
+    """The folder of the start model; the task's files are in ``work/data`` then."""
+    model = run_python("examples/python/real_model.py", output=True).strip()
+    run_python("examples/python/gym_task.py", "--output_dir", work / "data")
+    return model
+
+
+def train(model: str, folder: Path, work: Path, steps: int, *options: object) -> None:
+    """CONFIG and ``options`` for so many steps; model, metrics and completions are in ``folder`` then."""
+    run_python(
+        "-m", "openrlhf_ext.cli.train_ppo_ray", "--config", CONFIG, "--actor.model_name_or_path", model,
+        "--data.prompt_dataset", work / "data/train.jsonl", "--data.max_samples", PROMPTS * steps,
+        "--eval.dataset", work / "data/heldout.jsonl", "--reward.remote_url", REWARD, "--ckpt.output_dir", folder,
+        "--logger.samples_every", 10, *options,
     )  # fmt: skip
 
 
-def _python(*words: object, output: bool = False) -> str:
-    command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, check=True, text=True, timeout=CELL_S, stdout=subprocess.PIPE if output else None)
+def evaluate(model: str | Path, result: Path, work: Path, samples: int = 8) -> None:
+    """So many samples of each held-out problem, at temperature 1."""
+    run_python(
+        "-m", "openrlhf_ext.cli.evaluate", "--model", model, "--json", result, "--data", work / "data/heldout.jsonl",
+        "--reward", REWARD, "--apply_chat_template", "--n_samples", samples, "--max_new_tokens", 24,
+        "--engine", "vllm", "--dtype", "bfloat16", "--kv_cache_mib", 256,
+    )  # fmt: skip
+
+
+def run_python(*words: object, output: bool = False) -> str:
+    """What the program printed, if asked for; it ends with this process. Raises subprocess.CalledProcessError and
+    TimeoutExpired."""
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], check=True, text=True, timeout=CELL_S,
+        stdout=subprocess.PIPE if output else None,
+        preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),  # a job has processes of its own to end
+    )  # fmt: skip
     return done.stdout or ""
 
 

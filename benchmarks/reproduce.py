@@ -1,25 +1,29 @@
-"""A figure or a table of a paper: its runs on the toy policy, or the commands of a cluster.
+"""A figure or a table of a paper: its runs on the toy policy or on a small real model, or the commands of a cluster.
 
     bash examples/scripts/reproduce.sh --list
     bash examples/scripts/reproduce.sh simoni fig3                     # toy policy, two cores, minutes
+    bash examples/scripts/reproduce.sh simoni fig3 --scale real        # SmolLM2-135M, two cores, a run after the other
     bash examples/scripts/reproduce.sh simoni fig3 --scale paper       # prints the cluster's commands
 
 ``configs/papers.yaml`` has the items. At scale ``toy`` every run keeps its method, with the recipe's options of the
 method, length penalty, Adam's betas and group size, and learns a task of two minutes by the trainer of one process that
-studies use (docs/science.md): it shows that the path of a figure works, not what the paper found. Exit status: 0; 1 if
-a run failed; 2 if the item is wrong.
+studies use (docs/science.md). At scale ``real`` it keeps the same, and the whole stack trains what
+examples/scripts/real_model.sh trains. Both show that the path of a figure works, not what the paper found. Exit status:
+0; 1 if a run failed; 2 if the item is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import io
 import json
 import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,14 +34,16 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, PositiveInt
 
+from benchmarks import real_model, record
 from benchmarks.study.outcomes import smoothed
 from benchmarks.study.runs import Places, Rows, commit, execute, finished, hardware, missing, read_rows, runs_of
 from benchmarks.study.settings import Study, StudyError, faults
-from openrlhf_ext.cli import plan
+from openrlhf_ext.cli import plan, report
 from openrlhf_ext.cli.main import CommandParser, silence_libraries
 from openrlhf_ext.config.load import flattened
 from openrlhf_ext.inputs import nearest
 from openrlhf_ext.outputs import in_one_piece
+from openrlhf_ext.reporting import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPERS = ROOT / "configs/papers.yaml"
@@ -49,8 +55,10 @@ _OF_THE_METHOD = re.compile(
     r"algo\.(?!dynamic_).*|reward\.length_penalty\..*|actor\.(adam\.betas|eps_clip_low_high)|"
     r"rollout\.n_samples_per_prompt"
 )
-_TOY_GROUP = 8
-IN_REPORT = {  # what a curve of the toy policy is called in metrics.jsonl of a cluster's run
+_GROUP = 8  # where the paper's runs differ in it they keep theirs
+_REAL_STEPS, _REAL_SAMPLES = 20, 16
+_OF_TAGS, _TRAINED = "format", "trained"
+IN_REPORT = {  # what a curve of the toy policy is called in metrics.jsonl of train_ppo_ray
     "accuracy": "accuracy/mean",
     "format": "reward_log/format",
     "entropy": "entropy/mean",
@@ -90,7 +98,7 @@ class Evaluation(_Part):
 
 
 class Run(_Part):
-    """A recipe with other options; ``toy`` are those in their place at scale toy."""
+    """A recipe with other options; ``toy`` are those in their place at scales toy and real, whose answers are short."""
 
     recipe: str
     data: str
@@ -100,7 +108,7 @@ class Run(_Part):
 
 
 class Tuned(_Part):
-    """A run of supervised fine-tuning: a recipe of configs/sft. At scale toy there is none."""
+    """A run of supervised fine-tuning: a recipe of configs/sft. At scales toy and real there is none."""
 
     recipe: str
     data: str
@@ -170,19 +178,23 @@ def recipe_path(run: Run) -> Path:
     return ROOT / f"configs/recipes/{run.recipe}.yaml"
 
 
-def toy_options(run: Run, toy: Toy) -> dict[str, Any]:
-    """What the trainer of one process reads of a run."""
+def method_options(run: Run) -> dict[str, Any]:
+    """What of a run its method reads, and the size of its groups."""
     recipe = flat(yaml.safe_load(recipe_path(run).read_text()))
     given = flat(run.options) | flat(run.toy)
     kept = recipe | given
     estimator = kept["algo.advantage.estimator"]
     of_others = re.compile(rf"algo\.(?!advantage\.|kl\.|{estimator}\.)")
     options = {n: v for n, v in kept.items() if _OF_THE_METHOD.fullmatch(n) and not of_others.match(n)}
-    group = int(given.get("rollout.n_samples_per_prompt", _TOY_GROUP))
+    return options | {"rollout.n_samples_per_prompt": int(given.get("rollout.n_samples_per_prompt", _GROUP))}
+
+
+def toy_options(run: Run, toy: Toy) -> dict[str, Any]:
+    """What the trainer of one process reads of a run."""
+    options = method_options(run)
     return options | {
-        "rollout.n_samples_per_prompt": group,
         "rollout.batch_size": toy.prompts,
-        "train.batch_size": toy.prompts * group // toy.updates,
+        "train.batch_size": toy.prompts * options["rollout.n_samples_per_prompt"] // toy.updates,
         "reward.remote_url": toy.reward,
     }
 
@@ -232,13 +244,20 @@ def run_toy(name: str, paper: Paper, item_name: str, arguments: argparse.Namespa
     for row in finished(study, runs, read_rows(places)).values():
         of_run.setdefault(row["cell"], []).append(row)
     picture = folder / f"{item_name}.png"
-    draw(item, of_run, f"{paper.title}: {item_name}, toy scale", picture)
-    table = table_text(item, of_run)
-    picture.with_suffix(".md").write_text(table)
-    print(table, picture, sep="\n")
+    show(item, of_run, f"{paper.title}: {item_name}, toy scale", picture)
     if arguments.record:
         _record(name, item_name, picture, of_run, item, round(time.monotonic() - started))
     return 0
+
+
+def show(
+    item: Item, of_run: Mapping[str, Sequence[Mapping[str, Any]]], title: str, picture: Path, note: str = ""
+) -> None:
+    """Draws the picture, and writes and prints the table beside it."""
+    draw(item, of_run, title, picture)
+    table = table_text(item, of_run) + note
+    picture.with_suffix(".md").write_text(table)
+    print(table, picture, sep="\n")
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
@@ -248,9 +267,10 @@ def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
         value = row["evaluations"][-1].get(name)
         if value is None:
             values = [v for v in row["steps"].get(name, []) if v is not None]
-            value = sum(values[-max(1, len(values) // 10) :]) / max(1, len(values[-max(1, len(values) // 10) :]))
+            last = values[-max(1, len(values) // 10) :]
+            value = sum(last) / len(last) if last else None
         found.append(value)
-    return sum(found) / len(found) if found else None
+    return sum(found) / len(found) if found and None not in found else None
 
 
 def shown(item: Item) -> list[str]:
@@ -328,6 +348,109 @@ def _record(
     RECORD.parent.mkdir(parents=True, exist_ok=True)
     with in_one_piece(RECORD) as partial:
         partial.write_text(json.dumps(record, indent=1) + "\n")
+
+
+# ---- a real model ---------------------------------------------------------------------------------------------------
+
+
+def real_options(run: Run, paper: Paper, steps: int) -> dict[str, Any]:
+    """What train_ppo_ray is told of a run beside configs/real_model.yaml, whose reward is 0 or 1."""
+    options = {name: value for name, value in method_options(run).items() if not name.endswith(".success_threshold")}
+    ks = [int(name.removeprefix("pass@")) for item in paper.items.values() for name in item.evaluated]
+    return options | {
+        "train.batch_size": real_model.PROMPTS * options["rollout.n_samples_per_prompt"],
+        "eval.steps": max(1, steps // 2),
+        **({"eval.n_samples_per_prompt": max(ks)} if ks else {}),
+    }
+
+
+def real_folder(folder: Path, options: Mapping[str, Any], steps: int) -> Path:
+    """Of the run with these options; runs that differ in model or data only have the same."""
+    measured = record.digests([*real_model.FILES, "openrlhf_ext/algorithms"])
+    digest = hashlib.sha256(json.dumps([options, steps, measured], sort_keys=True).encode()).hexdigest()
+    return folder / f"{options['algo.advantage.estimator']}-{digest[:8]}"
+
+
+def run_real(name: str, paper: Paper, item_name: str, arguments: argparse.Namespace) -> int:
+    """Trains and measures what is not there yet, one run after the other, and draws."""
+    steps = arguments.steps or _REAL_STEPS
+    item, note = _as_real(paper.items[item_name])
+    out = (arguments.out or Path("runs/papers")).resolve()
+    work = out / "real"
+    options = {run: real_options(paper.runs[run], paper, steps) for run in item.runs}
+    folders = {run: real_folder(work, options[run], steps) for run in item.runs}
+    made = {folder: options[run] for run, folder in folders.items()}
+    left = [folder for folder in made if not _is_finished(folder, item)]
+    print(f"{name} {item_name}: {len(left)} of {len(made)} runs to go in {work}", flush=True)
+    start = work / "start.json"
+    try:
+        if left:
+            model = real_model.prepare(work)
+            _evaluated(model, start, item, work)
+        for folder in left:
+            print(f"{folder.name}: {steps} steps, {[run for run in folders if folders[run] == folder]}", flush=True)
+            _trained(model, folder, work, steps, made[folder])
+            _evaluated(str(folder), folder / "after.json", item, work)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        print(f"reproduce: {error}; the same command goes on", file=sys.stderr)
+        return 1
+    rows = {"start": [_start_row(start)]} if item.table else {}
+    rows |= {run: [_real_row(folder)] for run, folder in folders.items()}
+    picture = out / name / f"{item_name}_real.png"
+    show(item, rows, f"{paper.title}: {item_name}, SmolLM2-135M, {steps} steps", picture, note)
+    return report.main([*map(str, made), "--output", str(picture.with_suffix(".html"))])
+
+
+def _as_real(item: Item) -> tuple[Item, str]:
+    """What of an item the real model can show, and a note on what it cannot."""
+    note = "\nformat is left out: the real model's reward is of numbers, not of tags.\n" * (_OF_TAGS in item.curves)
+    note += "\nRuns of supervised fine-tuning are left out.\n" * bool(item.sft)
+    return item.model_copy(update={"curves": [curve for curve in item.curves if curve != _OF_TAGS]}), note
+
+
+def _is_finished(folder: Path, item: Item) -> bool:
+    return (folder / _TRAINED).exists() and (not item.table or (folder / "after.json").exists())
+
+
+def _trained(model: str, folder: Path, work: Path, steps: int, options: Mapping[str, Any]) -> None:
+    """Trains a run, from its last checkpoint if it was ended; a finished one keeps none."""
+    if (folder / _TRAINED).exists():
+        return
+    checkpoints = folder / "checkpoints"
+    resumed = {"ckpt.path": str(checkpoints), "ckpt.save_steps": 5, "ckpt.max_num": 1, "ckpt.load_enable": True}
+    real_model.train(model, folder, work, steps, *words({**options, **resumed}))
+    (folder / _TRAINED).touch()
+    shutil.rmtree(checkpoints)
+
+
+def _evaluated(model: str, result: Path, item: Item, work: Path) -> None:
+    """Samples the held-out problems for an item's table."""
+    if item.table and not result.exists():
+        real_model.evaluate(model, result, work, _REAL_SAMPLES)
+
+
+def _start_row(result: Path) -> dict[str, Any]:
+    return {"steps": {}, "evaluations": [{"step": 0, **_shares(result)}]}
+
+
+def _real_row(folder: Path) -> dict[str, Any]:
+    """A run in the form of the toy policy's: curves of its steps, numbers of its evaluations."""
+    lines = read_metrics(folder / "metrics.jsonl")
+    made = [line for line in lines if "reward/mean" in line]
+    steps = {own: [line.get(name) for line in made] for own, name in IN_REPORT.items()}
+    evaluations = [
+        {"step": line["step"], **{name.removeprefix("eval/"): value for name, value in line.items() if "eval/" in name}}
+        for line in lines
+        if "eval/accuracy" in line
+    ]
+    if (result := folder / "after.json").exists():
+        evaluations[-1] |= _shares(result)
+    return {"steps": steps, "evaluations": evaluations}
+
+
+def _shares(result: Path) -> dict[str, float]:
+    found = json.loads(result.read_text())
+    return {"accuracy": found["accuracy"], **{f"pass@{k}": share for k, share in found["pass_at_k"].items()}}
 
 
 # ---- the cluster ----------------------------------------------------------------------------------------------------
@@ -477,13 +600,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("paper", nargs="?", metavar="PAPER", help="such as simoni; --list has all")
     add("item", nargs="?", metavar="ITEM", help="a figure or a table, such as fig3")
-    add("--scale", choices=["toy", "paper"], default="toy", help="toy policy on this machine, or a cluster's commands")
+    add("--scale", choices=["toy", "real", "paper"], default="toy", help="toy policy or SmolLM2-135M on this machine, "
+        "or a cluster's commands")  # fmt: skip
     add("--list", action="store_true", help="print papers and items")
     add("--table", action="store_true", help="print the table of docs/papers.md")
     add("--seeds", type=int, default=1, help="toy: runs of each method (default 1)")
-    add("--steps", type=int, help="toy: steps of each run (default: the paper's toy task)")
+    add("--steps", type=int, help=f"toy, real: steps of each run (default: the toy task's; {_REAL_STEPS})")
     add("--workers", type=int, default=os.cpu_count() or 1, help="toy: runs at a time (default: the cores)")
-    add("--out", type=Path, help="toy: folder of rows and pictures (default: runs/papers)")
+    add("--out", type=Path, help="toy, real: folder of runs and pictures (default: runs/papers)")
     add("--record", action="store_true", help="toy: keep picture and numbers in docs/images and benchmarks/results")
     arguments = parser.parse_args(argv)
     papers = read_papers()
@@ -498,6 +622,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _one("ITEM", arguments.item, paper.items | paper.missing)
         if arguments.item in paper.missing:
             raise ReproduceError(f"{arguments.paper} {arguments.item} has no command: {paper.missing[arguments.item]}")
+        if arguments.scale != "toy" and (arguments.record or arguments.seeds != 1):
+            raise ReproduceError(f"--seeds and --record need --scale toy, got {arguments.scale}; leave them out")
+        if arguments.scale == "real":
+            return run_real(arguments.paper, paper, arguments.item, arguments)
         if arguments.scale == "paper":
             print(*paper_commands(arguments.paper, paper, arguments.item), sep="\n")
             return 0

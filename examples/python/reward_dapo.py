@@ -17,14 +17,10 @@ The overlong penalty is an option: ``--reward.overlong_buffer_len``.
 
 from __future__ import annotations
 
-import re
-import unicodedata
 from typing import Any
 
 from openrlhf_ext.rewards.answers import answer_line, answers_equal
-
-END_TOKENS = re.compile(r"(?:<\|(?:im_end|endoftext|eot_id|end_of_text)\|>)+\Z")  # where completions are not passed
-PROMPT_END_CHARACTERS = 64
+from openrlhf_ext.rewards.grading import completion_of
 
 
 def reward_func(
@@ -32,7 +28,7 @@ def reward_func(
 ) -> dict[str, Any]:
     """OpenRLHF's reward convention, called with lists of one element; ``completions`` come without their end token."""
     (query,), (prompt,), (label,) = queries, prompts, labels
-    stated = answer_line(completions[0] if completions else END_TOKENS.sub("", completion_of(query, prompt)))
+    stated = answer_line(completions[0] if completions else completion_of(query, prompt))
     correct = float(stated is not None and answers_equal(stated, gold_answer(label)))
     return {
         "rewards": 2.0 * correct - 1.0,
@@ -47,16 +43,3 @@ def gold_answer(label: str) -> str:
     if not gold:
         raise ValueError(f"label must hold the answer (--data.label_key), got {label!r}")
     return gold
-
-
-# stands in each of these files, so that any of them can be copied alone
-def completion_of(query: str, prompt: str) -> str:
-    """What follows the prompt in the query.
-
-    Tokenizers such as Qwen2's compose accents (NFC), and a long prompt may have lost its beginning to truncation.
-    """
-    for written in (prompt, unicodedata.normalize("NFC", prompt)):
-        if query.startswith(written):
-            return query[len(written) :]
-    ending = unicodedata.normalize("NFC", prompt)[-PROMPT_END_CHARACTERS:]
-    return query.partition(ending)[2] if ending in query else query

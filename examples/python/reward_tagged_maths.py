@@ -26,15 +26,13 @@ from __future__ import annotations
 
 import os
 import re
-import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
+from openrlhf_ext.rewards.grading import completion_of
 from openrlhf_ext.rewards.tagged import FULL, MODES, gold_answer, tagged_reward
 
 BLOCKS = re.compile(r"\s*<reasoning>[^<>]*</reasoning>\s*<answer>[^<>]*</answer>")
-END_TOKENS = re.compile(r"(?:<\|(?:im_end|endoftext|eot_id|end_of_text)\|>)+\Z")  # where completions are not passed
-PROMPT_END_CHARACTERS = 64
 
 
 def mode_from_environment(environment: Mapping[str, str] = os.environ) -> str:
@@ -53,21 +51,8 @@ def reward_func(
 ) -> dict[str, Any]:
     """OpenRLHF's reward convention, called with lists of one element; ``completions`` come without their end token."""
     (query,), (prompt,), (label,) = queries, prompts, labels
-    completion = completions[0] if completions else END_TOKENS.sub("", completion_of(query, prompt))
+    completion = completions[0] if completions else completion_of(query, prompt)
     reward = tagged_reward(completion, gold_answer(label), MODE)
     score = reward.accuracy / FULL
     logs = {"accuracy": score, "format": reward.format, "tags": float(BLOCKS.match(completion) is not None)}
     return {"rewards": reward.total, "scores": score, "extra_logs": logs}
-
-
-# stands in each of these files, so that any of them can be copied alone
-def completion_of(query: str, prompt: str) -> str:
-    """What follows the prompt in the query; the prompt may show the tags itself, as an instruction.
-
-    Tokenizers such as Qwen2's compose accents (NFC), and a long prompt may have lost its beginning to truncation.
-    """
-    for written in (prompt, unicodedata.normalize("NFC", prompt)):
-        if query.startswith(written):
-            return query[len(written) :]
-    ending = unicodedata.normalize("NFC", prompt)[-PROMPT_END_CHARACTERS:]
-    return query.partition(ending)[2] if ending in query else query

@@ -11,7 +11,7 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.options.sections import HeldOutSet
 from openrlhf_ext.rewards.answers import stated_answers
-from openrlhf_ext.rewards.counting import SOLVED, Votes, pass_at_k, powers_of_two
+from openrlhf_ext.rewards.counting import SOLVED, majorities, pass_at_k, powers_of_two
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling, graded
 
 _MEANS = ("accuracy", "reward_mean", "response_length_mean")  # over several sets, of which each counts the same
@@ -126,12 +126,9 @@ def _at_k(groups: Sequence[Group], texts: Texts | None) -> dict[str, float]:
     if texts is None:
         return metrics
     stated = [stated_answers(texts(g.responses), each) for g, each in zip(groups, right, strict=True)]
-    if all(answer is None for each in stated for answer in each):
-        return metrics
-    for k in powers_of_two(samples):
-        votes = Votes(samples, k)
-        chances = (votes.count([*zip(*pair, strict=True)])[0] for pair in zip(stated, right, strict=True))
-        metrics[f"maj@{k}"] = math.fsum(chances) / len(groups)
+    votes = [list(zip(*pair, strict=True)) for pair in zip(stated, right, strict=True)]
+    for k, counted in majorities(votes, powers_of_two(samples)).items():
+        metrics[f"maj@{k}"] = math.fsum(chance for chance, _ in counted) / len(groups)
     return metrics
 
 

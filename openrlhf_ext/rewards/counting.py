@@ -31,6 +31,16 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
+def majorities(
+    problems: Sequence[Sequence[tuple[Hashable | None, bool]]], ks: Sequence[int]
+) -> dict[int, list[tuple[float, float]]]:
+    """maj@k of each problem and its ties for every k, see :meth:`Votes.count`; none at all where no completion of any
+    problem states an answer: there was no vote, and 0 would be a result."""
+    if all(answer is None for votes in problems for answer, _ in votes):
+        return {}
+    return {k: list(map(Votes(len(problems[0]), k).count, problems)) for k in ks}
+
+
 class Votes:
     """Votes of ``k`` of a problem's samples: the chance that the most frequent answer is correct.
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import numbers
+import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -27,6 +29,22 @@ RESERVED_LOG_KEYS = frozenset(
     {"group_reward_std", "kl", "logprobs_diff", "response_clip_ratio", "return", "reward", "score", FAILED_KEY}
 )
 _SHOWN_CHARACTERS = 2000
+_END = re.compile(r"(?:<\|(?:im_end|endoftext|eot_id|end_of_text)\|>)+\Z")
+_PROMPT_END_CHARACTERS = 64
+
+
+def completion_of(query: str, prompt: str) -> str:
+    """What follows the prompt in the query, without the tokens that end a text in ChatML, Qwen's and Llama's: for
+    reward functions where nobody passes ``completions`` (OpenRLHF itself, reward servers). This package does, cut by
+    the tokenizer's own end.
+
+    Tokenizers such as Qwen2's compose accents (NFC), and a long prompt may have lost its beginning to truncation.
+    """
+    for written in (prompt, unicodedata.normalize("NFC", prompt)):
+        if query.startswith(written):
+            return _END.sub("", query[len(written) :])
+    ending = unicodedata.normalize("NFC", prompt)[-_PROMPT_END_CHARACTERS:]
+    return _END.sub("", query.partition(ending)[2] if ending in query else query)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Items of the papers: all are listed and load at both scales; one is made, with a policy that knows little."""
+"""Items of the papers: all are listed and load at every scale; one is made, with a policy that knows little. At scale
+real the commands are checked, and replaced by what they leave."""
 
 from __future__ import annotations
 
@@ -6,15 +7,17 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
-from benchmarks import reproduce
+from benchmarks import real_model, reproduce
 from benchmarks.reproduce import Paper, flat, read_papers
 from openrlhf_ext.cli import evaluate
-from openrlhf_ext.config import build_config
+from openrlhf_ext.config import build_config, load_config
 from openrlhf_ext.config.sft import load_supervised
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.reporting.names import METRICS
@@ -95,11 +98,83 @@ def test_a_run_loads_at_the_papers_scale(name, run_name):
     sets = ",".join(f"{each}=study/{each}.jsonl" for each in paper.evaluation.benchmarks)
     held_out = {"eval.dataset": sets} if any(option.startswith("eval.") for option in recipe) else {}
     config = build_config(flat(recipe) | held_out | flat(run.options), files=False)  # raises ConfigError
+    assert refused_or_warned(config) == []
+
+
+def refused_or_warned(config):
+    """By the rules of a run's method, and what else the command would say."""
     method = preflight.option_findings(config)
-    assert method.violations == ()
     warned = [*config.warnings, *method.warnings, *preflight.unread_warnings(config)]
     known = ("is taken for a hub name", "version v2 gives some tokens of wrong completions")
-    assert [warning for warning in warned if not any(text in warning for text in known)] == []
+    return [*method.violations, *(warning for warning in warned if not any(text in warning for text in known))]
+
+
+@pytest.mark.parametrize(("name", "run_name"), RUNS, ids="-".join)
+def test_a_run_loads_at_the_real_models_scale(name, run_name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    paper, commands = read_papers()[name], []
+    monkeypatch.setattr(real_model, "run_python", lambda *words: commands.append([*map(str, words)]))
+    options = reproduce.real_options(paper.runs[run_name], paper, steps=20)
+    real_model.train("study/policy", ROOT / "runs/x", ROOT / "runs", 20, *reproduce.words(options))
+    config = load_config(commands[0][2:], files=False)  # raises ConfigError
+    assert refused_or_warned(config) == []
+    assert config.rollout.batch_size == real_model.PROMPTS and config.data.max_samples == 20 * real_model.PROMPTS
+    assert config.train.batch_size == config.rollout.batch_size * config.rollout.n_samples_per_prompt
+
+
+def test_an_item_is_made_with_the_real_model(run, tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(real_model, "run_python", partial(stand_in, made))
+    (typed,) = (line for line in (ROOT / "docs/papers.md").read_text().splitlines() if "--scale real" in line)
+    assert run(*shlex.split(typed)[2:], "--out", str(tmp_path))[0] == 0
+    assert made.count("train_ppo_ray") == 3 and "evaluate" not in made, "a figure of curves"
+
+    del made[:]
+    status, out, _ = run("simoni", "fig2_llama_math", "--scale", "real", "--steps", "2", "--out", str(tmp_path))
+    assert status == 0 and "6 of 6 runs to go" in out and made.count("train_ppo_ray") == 6
+    assert made.count("evaluate") == 7, "the start model's, and that of each run"
+    (start, row) = (line for line in out.splitlines() if line.startswith(("| start ", "| llama_math_g8 ")))
+    assert start == "| start | 0.25 | 0.4 | 0.5 | 0.75 | 0.875 | 0.25 |"
+    assert row == start.replace("start", "llama_math_g8")
+    assert "format is left out" in out and "supervised fine-tuning are left out" in out
+    assert (tmp_path / "simoni/fig2_llama_math_real.png").stat().st_size > 5000
+    assert (tmp_path / "simoni/fig2_llama_math_real.html").exists()
+
+    del made[:]
+    status, out, _ = run("simoni", "fig5b", "--scale", "real", "--steps", "2", "--out", str(tmp_path))
+    assert status == 0 and "0 of 2 runs to go" in out and made == [], "the same runs: only model and data differ"
+    status, out, _ = run("simoni", "fig6", "--scale", "real", "--steps", "2", "--out", str(tmp_path))
+    assert "1 of 2 runs to go" in out and made.count("train_ppo_ray") == 1
+
+    ended = (tmp_path / "real").glob("grpo-*/trained")
+    next(ended).unlink()  # it was killed
+    del made[:]
+    monkeypatch.setattr(real_model, "run_python", partial(stand_in, made, fails=True))
+    status, _, said = run("simoni", "fig6", "--scale", "real", "--steps", "2", "--out", str(tmp_path))
+    assert status == 1 and "the same command goes on" in said
+
+
+def stand_in(made, *words, output=False, fails=False):
+    """What the programs of a real run leave, at once."""
+    words = [*map(str, words)]
+    made.append(words[1].rpartition(".")[2] if words[0] == "-m" else Path(words[0]).stem)
+    value = {name: words[at + 1] for at, name in enumerate(words[:-1]) if name.startswith("--")}
+    if made[-1] == "gym_task":
+        Path(value["--output_dir"]).mkdir(parents=True, exist_ok=True)
+    elif made[-1] == "evaluate":
+        shares = {"1": 0.25, "2": 0.4, "4": 0.5, "8": 0.75, "16": 0.875}
+        Path(value["--json"]).write_text(json.dumps({"accuracy": 0.25, "pass_at_k": shares}))
+    elif made[-1] == "train_ppo_ray":
+        if fails:
+            raise subprocess.CalledProcessError(143, words)
+        assert value["--ckpt.load_enable"] == "true", "an ended run goes on"
+        folder = Path(value["--ckpt.output_dir"])
+        Path(value["--ckpt.path"]).mkdir(parents=True)
+        lines = [{"step": 0, "time": 0.0, "eval/accuracy": 0.1}]
+        lines += [{"step": step, "time": 1.0 * step, "reward/mean": 0.5, "accuracy/mean": 0.5} for step in (1, 2)]
+        lines += [{"step": 2, "time": 3.0, "eval/accuracy": 0.2}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return "model\n"
 
 
 def test_an_item_is_made_at_toy_scale(run, tmp_path, monkeypatch):
@@ -122,6 +197,7 @@ def test_a_name_that_is_not_there_is_told_the_nearest_one(run):
     status, _, complaint = run("simoni", "fig33")
     assert status == 2 and "did you mean fig3" in complaint
     assert "has no command" in run("tan_v6", "fig1")[2]
+    assert "need --scale toy, got real" in run("tan_v6", "fig5", "--scale", "real", "--seeds", "2")[2]
 
 
 def test_the_page_has_every_item_and_every_picture_that_was_made():

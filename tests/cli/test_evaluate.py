@@ -17,6 +17,7 @@ import pytest
 
 from openrlhf_ext.cli.evaluate import main
 from openrlhf_ext.locks import FolderLock
+from openrlhf_ext.tools.evaluate.result import summarize, tables
 from tests.models import make_tiny_policy
 from tests.patience import PATIENCE_S, until
 
@@ -107,6 +108,23 @@ def test_saved_completions_are_counted_as_by_hand(
     assert main(["--completions", str(other), *options[2:5], str(tmp_path / "third"), *QUICK]) == 2
     says = f"{other}, line 1: these are completions of 'another question', problem 0 is 'P'"
     assert says in capsys.readouterr().err
+
+
+def test_where_no_completion_states_an_answer_there_is_no_vote(
+    tmp_path: Path, two: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"problem": problem, "completions": boxed("", "")} for problem in (0, 1)]
+    silent, out = write(tmp_path / "silent.jsonl", rows), tmp_path / "out"
+    assert main(["--completions", str(silent), "--benchmark", f"aime24={two}", "--out", str(out), *QUICK]) == 0
+    (result,) = json.loads((out / "results.json").read_text())
+    assert result["majority_at_k"] == result["majority_at_k_intervals"] == result["ties_at_k"] == {}
+    assert "pass@2" in (shown := capsys.readouterr().out) and "maj@" not in shown
+    problems = lines_of(out / "aime24.jsonl")[1:]
+    voting = [p | {"completions": [one | {"score": 1.0, "vote": 0} for one in p["completions"]]} for p in problems]
+    results = [summarize(each, "aime", "two", None, [1, 2], 0, 1.0) for each in (problems, voting)]
+    rows = [line.replace(" ", "") for line in tables(results).splitlines()]
+    assert "|benchmark|problems|accuracy(n=2)|pass@2|maj@2|" in rows
+    assert "|aime|2|0.0|0.0|-|" in rows and "|aime|2|100.0|100.0|100.0|" in rows
 
 
 @pytest.mark.parametrize(("more", "complaints"), [

@@ -11,6 +11,7 @@ import pytest
 import reward_arithmetic
 import reward_dapo
 import reward_gsm8k
+import reward_tagged_maths
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,7 +75,7 @@ def test_an_answer_in_the_prompt_is_not_the_policys() -> None:
     assert arithmetic(RIGHT, prompt="Write <answer>number</answer>")["score"] == 1.0
 
 
-@pytest.mark.parametrize("module", [reward_arithmetic, reward_gsm8k])
+@pytest.mark.parametrize("module", [reward_arithmetic, reward_gsm8k, reward_tagged_maths])
 @pytest.mark.parametrize("cut", [0, 100])
 def test_the_completion_is_found_after_a_composed_or_truncated_prompt(module: object, cut: int) -> None:
     prompt = "<answer>1</answer>" * 10 + "A cafe\N{COMBINING ACUTE ACCENT} has 14 chairs." + " And a bar." * 5

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any
 
-from openrlhf_ext.rewards.counting import SOLVED, Votes, pass_at_k
+from openrlhf_ext.rewards.counting import SOLVED, majorities, pass_at_k
 
 _QUANTILE = NormalDist().inv_cdf(0.975)
 
@@ -102,6 +102,7 @@ class EvaluationResult:
         entropy_right, entropy_wrong: nats, mean over all tokens of the correct completions and of the others.
         kl_to_reference: nats, mean over all tokens.
         extra_logs: mean of each number that the reward function logs, over the graded completions that have it.
+        majority_at_k: empty, and the ties with it, where no completion states an answer.
         ties_at_k: chance that several answers are the most frequent ones.
         reward_failures: completions that could not be graded, greedy ones included; they count as wrong.
         grading_error: why the first of them was not.
@@ -159,8 +160,8 @@ def summarize(
     right = [[float(_is_right(completion)) for completion in group] for group in groups]
     passes = {k: [pass_at_k(samples, int(sum(group)), k) for group in right] for k in ks}
     votes = [[(completion["vote"], _is_right(completion)) for completion in group] for group in groups]
-    counted = {k: list(map(Votes(samples, k).count, votes)) for k in sorted({*ks, samples})}
-    majorities = {k: [majority for majority, _ in pairs] for k, pairs in counted.items()}
+    counted = majorities(votes, sorted({*ks, samples}))
+    chances = {k: [chance for chance, _ in pairs] for k, pairs in counted.items()}
     lengths_known = all(completion["tokens"] is not None for completion in flat)
     greedy = [problem["greedy"] for problem in problems if "greedy" in problem]
     greedy_right = [float(_is_right(completion)) for completion in greedy]
@@ -182,8 +183,8 @@ def summarize(
         entropy_right=_token_mean(all_right, "entropy"), entropy_wrong=_token_mean(all_wrong, "entropy"),
         kl_to_reference=_token_mean(flat, "kl"), extra_logs=_log_means(flat),
         pass_at_k={k: mean(shares) for k, shares in passes.items()}, pass_at_k_intervals=_intervals(passes, samples),
-        majority_at_k={k: mean(shares) for k, shares in majorities.items()},
-        majority_at_k_intervals=_intervals(majorities, samples),
+        majority_at_k={k: mean(shares) for k, shares in chances.items()},
+        majority_at_k_intervals=_intervals(chances, samples),
         ties_at_k={k: mean(tie for _, tie in pairs) for k, pairs in counted.items()}, reward_failures=len(ungraded),
         grading_error=next((c["error"] for c in ungraded if "error" in c), None), skipped_overlong=skipped_overlong,
         sample_answers=[_sample(problem) for problem in problems[:_SHOWN_SAMPLES]], seconds=seconds,
@@ -237,13 +238,14 @@ def tables(results: Sequence[EvaluationResult], before: Mapping[str, Any] | None
 
 
 def _overview(results: Sequence[EvaluationResult]) -> str:
-    """Percentages; values of several k stand between slashes, in the order of the heading."""
-    passes, votes = ([k for k in found if k > 1] for found in (results[0].pass_at_k, results[0].majority_at_k))
+    """Percentages; values of several k stand between slashes, in the order of the heading; "-": no votes."""
+    voted = next((r.majority_at_k for r in results if r.majority_at_k), {})
+    passes, votes = ([k for k in found if k > 1] for found in (results[0].pass_at_k, voted))
     headings = [f"{name}@{'/'.join(map(str, ks))}" for name, ks in (("pass", passes), ("maj", votes)) if ks]
     rows = [["benchmark", "problems", f"accuracy (n = {results[0].samples_per_prompt})", *headings]]
     for r in results:
         of_k = [(r.pass_at_k, passes), (r.majority_at_k, votes)]
-        slashes = ["/".join(f"{100 * found[k]:.1f}" for k in ks) for found, ks in of_k if ks]
+        slashes = ["/".join(f"{100 * found[k]:.1f}" for k in ks) if found else "-" for found, ks in of_k if ks]
         rows.append([r.benchmark, str(r.prompts), f"{100 * r.accuracy:.1f}", *slashes])
     return "\n".join(_aligned(rows))
 

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrlhf_ext.rewards.counting import Votes, pass_at_k
 from openrlhf_ext.tools.evaluate.result import (
-    Votes,
     clustered_standard_error,
     difference_in_errors,
     mean,
-    pass_at_k,
     wilson_interval,
 )
 
