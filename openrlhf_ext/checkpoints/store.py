@@ -23,6 +23,8 @@ from openrlhf_ext.checkpoints.files import (
     CheckpointError,
     FileEntry,
     absent_files,
+    check_files,
+    deal_files,
     free_name,
     fsync_folder,
     write_file,
@@ -77,6 +79,11 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(int(data["step"]), files, dict(data["about"]))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is not a manifest of this program: {error!r}") from error
+
+
+def check_share(folder: Path, rank: int, ranks: int) -> list[str]:
+    """What is wrong with a rank's share of a checkpoint's files: together they read all. Raises CheckpointError."""
+    return check_files(folder, deal_files(read_manifest(folder).files, ranks)[rank])
 
 
 def write_receipt(folder: Path, part: str, entries: Iterable[FileEntry]) -> None:

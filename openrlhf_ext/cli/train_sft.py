@@ -21,6 +21,7 @@ from openrlhf_ext.config.sft import SupervisedConfig, load_supervised
 from openrlhf_ext.config.show import format_options
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.reporting import TerminalHandler
+from openrlhf_ext.run.checkpoints import own_folders, prepare_folder
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +61,16 @@ def start(words: list[str]) -> int:
     if config.dry_run:
         return dry_run(config)
     if "WORLD_SIZE" not in os.environ and config.world_size > 1:
+        with own_folders(config):  # by rank 0, too, but then torchrun's report hides what is wrong
+            pass
         return launch(config.world_size, words)
-    if os.environ.get("RANK", "0") == "0":
-        for warning in config.warnings:
-            logger.warning(warning)
-    return run(config)
+    if os.environ.get("RANK", "0") != "0":
+        return run(config)
+    for warning in config.warnings:
+        logger.warning(warning)
+    with own_folders(config):
+        prepare_folder(config)
+        return run(config)
 
 
 def _choice(policy: RunConfig) -> Mapping[str, Any]:

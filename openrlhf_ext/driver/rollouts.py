@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -455,3 +456,38 @@ class Rollouts:
 def sampling_of(config: RunConfig, temperature: float, top_p: float) -> Sampling:
     """How completions are sampled from this distribution."""
     return Sampling(temperature, top_p, config.rollout.max_new_tokens, config.data.max_len)
+
+
+# ---- groups that wait for training, in a checkpoint -----------------------------------------------------------------
+
+
+def plain_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Groups as plain values, and their tokens and log-probs as arrays, one response behind the other."""
+    tokens, logprobs = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)]
+
+    def plain(response: Response) -> dict[str, Any]:
+        values = dict(vars(response))
+        tokens.append(values.pop("tokens_S"))
+        if (known := values.pop("logprobs_T")) is not None:
+            logprobs.append(known)
+        return values | {"tokens": len(tokens[-1]), "logprobs": None if known is None else len(known)}
+
+    made = [{"prompt": vars(group.prompt), "responses": [*map(plain, group.responses)]} for group in groups]
+    return made, {"tokens": np.concatenate(tokens), "logprobs": np.concatenate(logprobs)}
+
+
+def groups_from_plain(plain: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> list[Group]:
+    """The reverse of :func:`plain_groups`."""
+    used = {"tokens": 0, "logprobs": 0}
+
+    def take(name: str, count: int) -> np.ndarray:
+        start = used[name]
+        used[name] += count
+        return arrays[name][start : start + count]
+
+    def response(r: dict[str, Any]) -> Response:
+        tokens, logprobs = r.pop("tokens"), r.pop("logprobs")
+        logprobs_T = None if logprobs is None else take("logprobs", logprobs)
+        return Response(tokens_S=take("tokens", tokens), logprobs_T=logprobs_T, **r)
+
+    return [Group(Prompt(**g["prompt"]), [response(dict(r)) for r in g["responses"]]) for g in plain]

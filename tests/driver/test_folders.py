@@ -18,8 +18,9 @@ import pytest
 from openrlhf_ext.checkpoints import CheckpointStore
 from openrlhf_ext.cli.train_ppo_ray import main
 from openrlhf_ext.config import ConfigError, RunConfig
-from openrlhf_ext.driver.guard import own_folders, run_with_restarts
+from openrlhf_ext.driver.guard import run_with_restarts
 from openrlhf_ext.locks import FolderLock
+from openrlhf_ext.run.checkpoints import own_folders
 from tests.e2e.jobs import Task
 from tests.patience import PATIENCE_S
 

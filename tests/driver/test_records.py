@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from openrlhf_ext.driver import records
-from openrlhf_ext.driver.records import StepRecorder
 from openrlhf_ext.reporting import EventLog, read_metrics
 from openrlhf_ext.reporting.lines import read_lines
+from openrlhf_ext.run import records
+from openrlhf_ext.run.records import StepRecorder
 
 
 def test_emulated_fp8_stands_in_every_line_and_record(tmp_path, capsys, caplog):

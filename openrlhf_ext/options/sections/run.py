@@ -105,12 +105,8 @@ class Train(Section):
                 "them out, or set train.max_staleness to at least 1")
 
 
-class Ckpt(Section):
-    """What is kept on disk."""
-
-    needs = {"ckpt.save_steps!=-1 | ckpt.best_metric_key": ("save_hf", "max_num", "async_enable"),
-        "ckpt.best_metric_key": ("keep_best",),
-        "!ckpt.disable_ds": ("async_enable",), "ckpt.load_enable | train.max_restarts": ("fallback_enable",)}
+class Saved(Section):
+    """What is kept on disk, of any run."""
 
     save_steps: Interval = option(-1,
         "training steps between checkpoints that a run can resume from, -1 = none; the last weights are kept anyway")
@@ -126,11 +122,34 @@ class Ckpt(Section):
         "resume from the newest checkpoint in ckpt.path; without one the run starts from the beginning")
     fallback_enable: bool = added(False,
         "if the newest checkpoint is damaged, resume from the newest good one instead of stopping")
-    async_enable: bool = added(False,
-        "write checkpoints while training goes on, from a copy in host memory; one at a time")
     take_over_lock: bool = added(False,
         "start although ckpt.path, ckpt.output_dir or the run folder names a run on another host as its holder, "
         "because that run has ended")
+    output_dir: str = option("./ckpt", "folder of the final Hugging Face checkpoint, metrics and figures",
+        path="output")
+
+    @property
+    def saves(self) -> bool:
+        """Whether anything is saved before the end of a run."""
+        return self.save_steps != -1
+
+    def violations(self) -> Iterator[Violation]:
+        """Checkpoints that are asked for are of some form."""
+        if self.disable_ds and not self.save_hf and self.save_steps != -1:
+            yield Violation(("ckpt.save_steps", "ckpt.disable_ds", "ckpt.save_hf"),
+                f"ckpt.save_steps {self.save_steps} writes nothing: ckpt.disable_ds switches resumable checkpoints off "
+                "and ckpt.save_hf is off; drop ckpt.disable_ds or add --ckpt.save_hf")
+
+
+class Ckpt(Saved):
+    """What is kept on disk."""
+
+    needs = {"ckpt.save_steps!=-1 | ckpt.best_metric_key": ("save_hf", "max_num", "async_enable"),
+        "ckpt.best_metric_key": ("keep_best",),
+        "!ckpt.disable_ds": ("async_enable",), "ckpt.load_enable | train.max_restarts": ("fallback_enable",)}
+
+    async_enable: bool = added(False,
+        "write checkpoints while training goes on, from a copy in host memory; one at a time")
     grace_s: Float = added(20,
         "after SIGTERM: seconds in which the step under way may end and its checkpoint be written, before the run "
         "ends (docs/checkpoints.md); 0 = no checkpoint is written then", ge=0)
@@ -140,20 +159,10 @@ class Ckpt(Section):
         "reward/mean; empty = none are")
     keep_best: Int = added(1, "checkpoints that ckpt.best_metric_key keeps, the best of all evaluations or saved steps",
         ge=1)
-    output_dir: str = option("./ckpt", "folder of the final Hugging Face checkpoint, metrics and figures",
-        path="output")
 
     @property
     def saves(self) -> bool:
-        """Whether anything is saved before the end of a run."""
-        return self.save_steps != -1 or bool(self.best_metric_key)
-
-    def violations(self) -> Iterator[Violation]:
-        """Checkpoints that are asked for are of some form."""
-        if self.disable_ds and not self.save_hf and self.save_steps != -1:
-            yield Violation(("ckpt.save_steps", "ckpt.disable_ds", "ckpt.save_hf"),
-                f"ckpt.save_steps {self.save_steps} writes nothing: ckpt.disable_ds switches resumable checkpoints off "
-                "and ckpt.save_hf is off; drop ckpt.disable_ds or add --ckpt.save_hf")
+        return super().saves or bool(self.best_metric_key)
 
 
 class Wandb(Section):
