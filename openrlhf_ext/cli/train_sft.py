@@ -10,18 +10,18 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.checkpoints import CheckpointError
-from openrlhf_ext.config import ConfigError, RunConfig
+from openrlhf_ext.config import ConfigError, RunConfig, Violation
 from openrlhf_ext.config.files import downloaded
 from openrlhf_ext.config.sft import SupervisedConfig, load_supervised
 from openrlhf_ext.config.show import format_options
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.reporting import TerminalHandler
-from openrlhf_ext.run.checkpoints import own_folders, prepare_folder
+from openrlhf_ext.run.checkpoints import own_folders
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +51,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(words: list[str]) -> int:
     """The same; raises ConfigError, CheckpointError, InputError."""
-    config = load_supervised(words, _choice)
+    config = load_supervised(words, _choice, _too_large)
     if not config.dry_run and (folder := _downloaded(config)) is not None:
         # the rules and the layout are asked again: they are about the model, which is here now
         words = [*words, f"--{_MODEL}", folder]
-        config = load_supervised(words, _choice)
+        config = load_supervised(words, _choice, _too_large)
     if not config.logger.verbose:
         warnings.simplefilter("ignore")
     if config.dry_run:
@@ -69,7 +69,6 @@ def start(words: list[str]) -> int:
     for warning in config.warnings:
         logger.warning(warning)
     with own_folders(config):
-        prepare_folder(config)
         return run(config)
 
 
@@ -78,6 +77,14 @@ def _choice(policy: RunConfig) -> Mapping[str, Any]:
     from openrlhf_ext.tools.plan import fit
 
     return fit.choice(policy)
+
+
+def _too_large(policy: RunConfig) -> Iterator[Violation]:
+    """States that exceed a GPU; there are no engines, for which the planner would have other words."""
+    from openrlhf_ext.tools.plan import fit
+
+    found = fit.findings(policy).violations
+    yield from (one for one in found if not any(name.startswith("vllm.") for name in one.options))
 
 
 def launch(ranks: int, words: list[str]) -> int:

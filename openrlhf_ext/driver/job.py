@@ -64,7 +64,6 @@ from openrlhf_ext.run.checkpoints import (
     check_shared_folders,
     checkpoint_store,
     clean_up,
-    prepare_folder,
     restore,
     resume_line,
     write_hf,
@@ -178,7 +177,7 @@ class Parts:
 
 def train(config: RunConfig, session: RaySession, events: EventLog) -> None:
     """Builds every part, trains, and writes the final checkpoint."""
-    prepare_folder(config)
+    clean_up(config)  # after an attempt that was killed
     parts = build_parts(config, session, events)
     check_shared_folders(config, partial(call_ranks, parts.policy, "policy"), config.train.step_timeout_s)
     loop = build_loop(config, parts, session.guard)
@@ -337,25 +336,21 @@ def build_checkpointer(
 
 def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
     """What writes the run folder: metrics, events, completions, the figure."""
-    metrics = Path(required(config.logger.metrics_path, "logger.metrics_path"))
     resume_step = parts.resumed.step if parts.resumed is not None else 0
 
     def texts(token_ids: list[int]) -> list[str]:
         return parts.tokenizer.batch_decode([[token] for token in token_ids], clean_up_tokenization_spaces=False)
 
-    every = config.logger.samples_every
+    path = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("samples.jsonl")
+    every, groups = config.logger.samples_every, config.logger.samples_groups
     return StepRecorder(
-        metrics,
-        Path(required(config.logger.figure_path, "logger.figure_path")),
+        config,
         parts.steps if config.train.max_minutes is None else None,  # fewer, and nobody knows how many
+        resume_step,
+        parts.events,
+        f"{algorithm_name(config)}, {Path(policy_path(config)).name}",
         parts.prompts.skipped_overlong,
-        title=f"{algorithm_name(config)}, {Path(policy_path(config)).name}",
-        resume_step=resume_step,
-        label=config.training_label,
-        events=parts.events,
-        samples=SampleWriter(
-            metrics.with_name("samples.jsonl"), every, parts.steps, texts, config.logger.samples_groups, resume_step
-        ),
+        SampleWriter(path, every, parts.steps, texts, groups, resume_step),
     )
 
 

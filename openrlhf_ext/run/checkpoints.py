@@ -63,8 +63,8 @@ def checkpoint_store(config: RunConfig | SupervisedConfig) -> CheckpointStore:
 @contextmanager
 def own_folders(config: RunConfig | SupervisedConfig) -> Iterator[None]:
     """Holds the locks of everything that the run writes into and moves aside, restarts included. Nothing half-written
-    is in ``ckpt.path``, and without ``ckpt.load_enable`` no checkpoint of an earlier run. Raises ConfigError:
-    another run has one of the folders, or one cannot be written to."""
+    is in them, without ``ckpt.load_enable`` no checkpoint of an earlier run, and no final model unless the run goes
+    on. Raises ConfigError: another run has one of the folders, or one cannot be changed."""
     faults, take_over = [], config.ckpt.take_over_lock
     with ExitStack() as held:
         for folder, options in _folders(config).items():
@@ -77,16 +77,25 @@ def own_folders(config: RunConfig | SupervisedConfig) -> Iterator[None]:
                 faults.append(Violation(options, f"{names} {folder} cannot be locked: {error}; give another {names}"))
         if faults:
             raise ConfigError(faults)
-        store = checkpoint_store(config)
         try:
-            store.clean()
-            if not config.ckpt.load_enable and (aside := store.set_aside_all()) is not None:
-                said = "%s holds checkpoints of an earlier run, and ckpt.load_enable is off: they are moved to %s"
-                logger.warning(said, store.folder, aside)
-        except OSError as error:
-            fault = Violation(("ckpt.path",), f"ckpt.path cannot be used: {error}; give another")
-            raise ConfigError([fault]) from error
+            _make_ready(config, checkpoint_store(config))
+        except (OSError, InputError) as error:
+            options = ("ckpt.path", "ckpt.output_dir")
+            said = f"ckpt.path {config.ckpt.path} or ckpt.output_dir {config.ckpt.output_dir} cannot be used: {error}"
+            raise ConfigError([Violation(options, f"{said}; give another")]) from error
         yield
+
+
+def _make_ready(config: RunConfig | SupervisedConfig, store: CheckpointStore) -> None:
+    """A run that goes on replaces its own final model."""
+    _finish_interrupted(config, store)
+    goes_on, moved = config.ckpt.load_enable, "%s holds %s of an earlier run%s: moved to %s"
+    if not goes_on and (aside := store.set_aside_all()) is not None:
+        logger.warning(moved, store.folder, "checkpoints", ", and ckpt.load_enable is off", aside)
+    if not (goes_on and store.checkpoints()):
+        for folder in (config.ckpt.output_dir, f"{config.ckpt.output_dir}_critic"):
+            if (aside := set_aside_hf(folder)) is not None:
+                logger.warning(moved, folder, "the final model", "", aside)
 
 
 def _folders(config: RunConfig | SupervisedConfig) -> dict[Path, tuple[str, ...]]:
@@ -98,22 +107,6 @@ def _folders(config: RunConfig | SupervisedConfig) -> dict[Path, tuple[str, ...]
     for option, folder in named.items():
         folders[folder.resolve()] = (*folders.get(folder.resolve(), ()), option)
     return folders
-
-
-def prepare_folder(config: RunConfig | SupervisedConfig) -> None:
-    """Makes the folders ready: what is half-written goes; a run that starts anew finds no final model of another one.
-    Raises CheckpointError: the folder cannot be changed."""
-    store = checkpoint_store(config)
-    try:
-        _finish_interrupted(config, store)
-        if not (config.ckpt.load_enable and store.checkpoints()):
-            for folder in (config.ckpt.output_dir, f"{config.ckpt.output_dir}_critic"):
-                if (aside := set_aside_hf(folder)) is not None:
-                    logger.warning("%s holds the final model of an earlier run, which is moved to %s", folder, aside)
-    except OSError as error:
-        raise CheckpointError(
-            f"ckpt.path {store.folder} or ckpt.output_dir {config.ckpt.output_dir} cannot be used: {error}"
-        ) from error
 
 
 def check_shared_folders(config: RunConfig | SupervisedConfig, call: Call, timeout_s: float) -> None:
@@ -136,7 +129,7 @@ def check_shared_folders(config: RunConfig | SupervisedConfig, call: Call, timeo
 
 
 def clean_up(config: RunConfig) -> None:
-    """Leaves nothing half-written; call it when every process of the run has ended."""
+    """Leaves nothing half-written; call it when every process of an attempt has ended, or before the first starts."""
     store = checkpoint_store(config)
     try:
         _finish_interrupted(config, store)

@@ -62,13 +62,15 @@ class Recorder:
     panels: Sequence[Panel] = PANELS
 
     def __init__(
-        self, metrics_path: Path, figure_path: Path, total_steps: int | None, title: str = "", resume_step: int = 0,
-        label: str = "", events: EventLog | None = None,
+        self, config: RunConfig | SupervisedConfig, total_steps: int | None, resume_step: int = 0,
+        events: EventLog | None = None, title: str = "",
     ) -> None:  # fmt: skip
-        self.metrics_path, self.figure_path = metrics_path, figure_path
+        label = config.training_label
+        self.metrics_path = Path(required(config.logger.metrics_path, "logger.metrics_path"))
+        self.figure_path = Path(required(config.logger.figure_path, "logger.figure_path"))
         self.title = ", ".join(part for part in (title, label) if part)
         self.said_label = f", {label}" if label else ""
-        self.writer = MetricsWriter(metrics_path, resume_step, label=label)
+        self.writer = MetricsWriter(self.metrics_path, resume_step, label=label)
         self.progress = ProgressLine(total_steps, label=label, columns=self.columns)
         self.events = events or EventLog()
         self._drawing: threading.Thread | None = None
@@ -112,12 +114,12 @@ class StepRecorder(Recorder):
     """Of a run that samples: turns what a step returned into one documented record."""
 
     def __init__(
-        self, metrics_path: Path, figure_path: Path, total_steps: int | None, skipped_overlong: int, title: str = "",
-        resume_step: int = 0, label: str = "", events: EventLog | None = None, samples: SampleWriter | None = None,
+        self, config: RunConfig, total_steps: int | None, resume_step: int = 0, events: EventLog | None = None,
+        title: str = "", skipped_overlong: int = 0, samples: SampleWriter | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(metrics_path, figure_path, total_steps, title, resume_step, label, events)
+        super().__init__(config, total_steps, resume_step, events, title)
         self.skipped_overlong, self.samples = skipped_overlong, samples
-        evaluated = read_metrics(metrics_path) if resume_step else []
+        evaluated = read_metrics(self.metrics_path) if resume_step else []
         self.last_evaluation = max((r["step"] for r in evaluated if "eval/accuracy" in r), default=-1)
         # counts of an earlier part of a resumed run are not known: its first step says nothing
         self._dropped = dict.fromkeys(_DROPPED, 0.0) if resume_step == 0 else {}
@@ -173,13 +175,10 @@ class SupervisedRecorder(Recorder):
     columns, panels = SUPERVISED, SUPERVISED_PANELS
 
     def __init__(self, config: SupervisedConfig, steps: int, resume_step: int, events: EventLog) -> None:
-        options = config.logger
-        metrics = Path(required(options.metrics_path, "logger.metrics_path"))
-        figure = Path(required(options.figure_path, "logger.figure_path"))
-        super().__init__(metrics, figure, steps, resume_step=resume_step, label=config.training_label, events=events)
-        self.every: int = options.logging_steps
+        super().__init__(config, steps, resume_step, events)
+        self.every: int = config.logger.logging_steps
         self.sinks: list[Any] = []
-        if options.wandb.key or options.tensorboard_dir:
+        if config.logger.wandb.key or config.logger.tensorboard_dir:
             from openrlhf_ext.compat import build_sinks  # late: most runs, and all other ranks, need no OpenRLHF
 
             self.sinks = build_sinks(namespace(config.model_dump()))

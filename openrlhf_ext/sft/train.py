@@ -64,7 +64,7 @@ def run_rank(config: SupervisedConfig) -> int:
             ranks = Ranks()
             ranks.led(lambda: check_shared_folders(config, ranks.call, timeout_s))
             with phase("reading the examples"):
-                examples, held_out = _shared_examples(config)
+                examples, held_out = _shared_examples(config, ranks)
             return Supervised(config, ranks, examples, held_out, events, terminated).run()
         except Exception as error:
             events.note("failure", error=str(error), traceback="".join(traceback.format_exception(error)))
@@ -82,17 +82,19 @@ def _termination() -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _shared_examples(config: SupervisedConfig) -> tuple[SequenceBatch, SequenceBatch | None]:
+def _shared_examples(config: SupervisedConfig, ranks: Ranks) -> tuple[SequenceBatch, SequenceBatch | None]:
     """Rank 0 tokenizes; the others map what it wrote, on storage that all nodes share."""
     if dist.get_world_size() == 1:
         return read_examples(config)
     folder = Path(config.ckpt.output_dir) / ".examples"
-    if dist.get_rank() == 0:
+
+    def read() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         for name, examples in zip(("train", "held_out"), read_examples(config), strict=True):
             if examples is not None:
                 save_examples(folder, name, examples)
-    wait_for_all()  # it may read for longer than a collective may take
+
+    ranks.led(read)
     train, held_out = load_examples(folder, "train"), load_examples(folder, "held_out")
     wait_for_all()
     if dist.get_rank() == 0:

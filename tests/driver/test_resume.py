@@ -176,7 +176,7 @@ def test_a_run_asks_before_it_trains(monkeypatch):
     def refuse(config, call, timeout_s):
         raise CheckpointError(f"{call.args[0]} do not see it")
 
-    monkeypatch.setattr(job, "prepare_folder", lambda config: None)
+    monkeypatch.setattr(job, "clean_up", lambda config: None)
     monkeypatch.setattr(job, "build_parts", lambda *_: SimpleNamespace(policy="the ranks"))
     monkeypatch.setattr(job, "check_shared_folders", refuse)
     monkeypatch.setattr(job, "build_loop", lambda *_: pytest.fail("the run went on"))
@@ -197,7 +197,7 @@ def test_a_run_that_ends_early_saves_if_it_should_and_closes_its_logs_while_its_
     loop = SimpleNamespace(
         run=run, save_before_the_end=lambda: told.append("save"), close_logs=lambda: told.append("close")
     )
-    for name in ("prepare_folder", "check_shared_folders"):
+    for name in ("clean_up", "check_shared_folders"):
         monkeypatch.setattr(job, name, lambda *_: None)
     monkeypatch.setattr(job, "build_parts", lambda *_: SimpleNamespace(policy=None, steps=1))
     monkeypatch.setattr(job, "build_loop", lambda *_: loop)
@@ -236,16 +236,18 @@ def test_a_run_that_starts_anew_moves_the_final_model_of_another_aside(tmp_path,
     for folder in (tmp_path / "out", tmp_path / "out_critic"):
         for name in (*model, "notes.txt"):
             write_file(folder, name, [name.encode()])
-    checkpoints.prepare_folder(RunConfig(ckpt=given))
+    with checkpoints.own_folders(RunConfig(ckpt=given)):
+        pass
     assert (tmp_path / "out/config.json").exists(), "a run that goes on replaces its own"
     saved.rename(tmp_path / "moved")  # there is nothing to go on from
     for number, load_enable in ((1, True), (2, False)):
-        checkpoints.prepare_folder(RunConfig(ckpt=given | {"load_enable": load_enable}))
+        with checkpoints.own_folders(RunConfig(ckpt=given | {"load_enable": load_enable})):
+            pass
         for folder in (tmp_path / "out", tmp_path / "out_critic"):
             aside = folder / f"superseded.{number}"
             assert sorted(p.name for p in aside.iterdir()) == sorted(model)
-            assert [p.name for p in folder.iterdir() if p.is_file()] == ["notes.txt"]
-            assert f"{folder} holds the final model of an earlier run, which is moved to {aside}" in caplog.text
+            assert {p.name for p in folder.iterdir() if p.is_file()} - {".lock"} == {"notes.txt"}
+            assert f"{folder} holds the final model of an earlier run: moved to {aside}" in caplog.text
             for name in model:
                 write_file(folder, name, [name.encode()])
 
