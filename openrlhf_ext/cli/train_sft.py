@@ -127,28 +127,20 @@ def run(config: SupervisedConfig) -> int:
 
 def dry_run(config: SupervisedConfig) -> int:
     """Prints warnings, the ranks and their proof, and the configuration; 2 if the model cannot be laid out so."""
-    from openrlhf_ext.config.files import model_folder
+    from openrlhf_ext.cli.train_ppo_ray import layout_proofs
     from openrlhf_ext.imports import without_collection
     from openrlhf_ext.patches import apply
 
     apply()
     with without_collection():
-        from openrlhf_ext.megatron.built import DTYPES
-        from openrlhf_ext.megatron.settings import layer_converters
-        from openrlhf_ext.tools.plan.layout_proof import LayoutProofError, format_proof, prove_layout
+        from openrlhf_ext.tools.plan.layout_proof import LayoutProofError
 
-    folder = model_folder(str(config.model.model_name_or_path))
-    megatron = config.megatron
     try:
-        proof = None if folder is None else prove_layout(
-            folder, config.layout, DTYPES[megatron.param_dtype], megatron.distributed_optimizer_enable,
-            converters=layer_converters(config),
-        )  # fmt: skip
+        proofs = [*layout_proofs(config.policy)]
     except (LayoutProofError, InputError) as error:
         print(f"would not start: the model cannot be laid out as configured\n{error}", file=sys.stderr)
         return 2
-    print("\n".join(["would start", *(f"  - {warning}" for warning in config.warnings), ""]))
-    print(f"{_MODEL} is not on this machine: no rank was built\n" if proof is None else format_proof(proof))
+    print("\n".join(["would start", *(f"  - {warning}" for warning in config.warnings), "", *proofs]))
     print(f"the configuration as it was resolved:\n\n{format_options(config)}")
     return 0
 

@@ -215,7 +215,7 @@ def _violations(config: SupervisedConfig, more: Rule | None) -> Iterator[Violati
         yield Violation(("fp8.rollout_enable",),
             "fp8.rollout_enable is about rollout engines, which supervised training has not: leave it out")
     policy = config.policy
-    rules = [model_violations, policy_layout, recomputation, precision.parameters, output_violations]
+    rules: list[Rule] = [model_violations, policy_layout, recomputation, precision.parameters, output_violations]
     rules += [more] if more is not None else []
     of_policy = (found for rule in rules for found in rule(policy))
     yield from _answers(config)
