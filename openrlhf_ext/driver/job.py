@@ -60,7 +60,6 @@ from openrlhf_ext.run.checkpoints import (
     Call,
     Checkpointer,
     Resumed,
-    check_data,
     check_shared_folders,
     checkpoint_store,
     clean_up,
@@ -256,11 +255,8 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
     with start.limit(ranks_s, "building the models beside the policy", option):
         auxiliary.initialize(config, session, steps, start)
     with start.limit(config.train.step_timeout_s, "loading the checkpoint", "train.step_timeout_s"):
-        resumed = restore(config, callers(trained_groups(policy, auxiliary)), config.train.step_timeout_s)
-        check_data(resumed, "prompts", prompts.fingerprint, "actor.model_name_or_path")
-    events.repeat_from(resumed.step if resumed is not None else 0)
-    if resumed is not None:
-        events.note("resumed", resume_step=resumed.step, path=str(resumed.folder))
+        trained, data = callers(trained_groups(policy, auxiliary)), {"prompts": prompts.fingerprint}
+        resumed = restore(config, trained, data, config.train.step_timeout_s, events)
     supervisor = EngineSupervisor(engines, policy, config, session.remember, start, events=events)
     guide_supervisor = None
     if guide_engines is not None:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -332,14 +332,27 @@ class Resumed:
     folder: Path
     step: int
     state: Mapping[str, Any]
-    arrays: Arrays = field(default_factory=dict)
+    arrays: Arrays
 
 
-def restore(config: RunConfig | SupervisedConfig, groups: Mapping[str, Call], timeout_s: float) -> Resumed | None:
-    """Loads the newest checkpoint into the ranks, if ``ckpt.load_enable`` asks for it and there is one. Raises
-    CheckpointError: it is damaged (and ``ckpt.fallback_enable`` is off, or no other is good), or does not fit."""
-    if not config.ckpt.load_enable:
-        return None
+def restore(
+    config: RunConfig | SupervisedConfig, groups: Mapping[str, Call], data: Mapping[str, str], timeout_s: float,
+    events: EventLog,
+) -> Resumed | None:  # fmt: skip
+    """Loads the newest checkpoint into the ranks, if ``ckpt.load_enable`` asks for it and there is one. ``data`` as of
+    ``Checkpointer``. Raises CheckpointError: it is damaged (and ``ckpt.fallback_enable`` is off, or no other is good),
+    or does not fit."""
+    resumed = _restored(config, groups, data, timeout_s) if config.ckpt.load_enable else None
+    events.repeat_from(0 if resumed is None else resumed.step)
+    if resumed is not None:
+        logger.info("resumed from %s", resumed.folder)
+        events.note("resumed", resume_step=resumed.step, path=str(resumed.folder))
+    return resumed
+
+
+def _restored(
+    config: RunConfig | SupervisedConfig, groups: Mapping[str, Call], data: Mapping[str, str], timeout_s: float
+) -> Resumed | None:
     store = checkpoint_store(config)
     if not store.checkpoints():
         logger.info("no checkpoint in %s yet: the run starts from the beginning", store.folder)
@@ -353,13 +366,13 @@ def restore(config: RunConfig | SupervisedConfig, groups: Mapping[str, Call], ti
             "to this one. Start a new run from weights in Hugging Face form (ckpt.save_hf, ckpt.output_dir)"
         )
     state = read_plain(folder / CONTROLLER)
+    check_data(folder, state, data)
     report_changed_options(state["options"], plain_options(config))
     for name, call in groups.items():
         if not (folder / name).is_dir():
             raise CheckpointError(f"{folder} holds no {name}: it was written by a run without one")
         call("load_state", timeout_s, folder=str(folder), name=name)
     store.recover_best(folder)
-    logger.info("resumed from %s", folder)
     return Resumed(folder, step_of(folder), state, safetensors.numpy.load_file(folder / GROUPS))
 
 
@@ -391,12 +404,11 @@ def _problems(folder: Path, call: Call, timeout_s: float) -> list[str]:
     return [problem for part in call("check_checkpoint", timeout_s, folder=str(folder)) for problem in part]
 
 
-def check_data(resumed: Resumed | None, what: str, fingerprint: str, model: str) -> None:
-    """Refuses a checkpoint whose run had other data, ``what`` they are; ``model``: the option of a new run's weights.
-    Raises CheckpointError: it had."""
-    if resumed is not None and resumed.state[what] != fingerprint:
+def check_data(folder: Path, state: Mapping[str, Any], data: Mapping[str, str]) -> None:
+    """Refuses a checkpoint whose run had other data. Raises CheckpointError: it had."""
+    if other := [what for what, fingerprint in data.items() if state[what] != fingerprint]:
         raise CheckpointError(
-            f"{resumed.folder} was written by a run with other {what}: the place in the data that it holds means "
-            "nothing for these. Resume with the same data.* options and unchanged files, or start a new run from its "
-            f"weights with {model} and another ckpt.path"
+            f"{folder} was written by a run with other {other[0]}: the place in the data that it holds means nothing "
+            "for these. Resume with the same data.* options and unchanged files, or start a new run from its weights "
+            "with another ckpt.path"
         )

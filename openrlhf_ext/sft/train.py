@@ -31,10 +31,8 @@ from openrlhf_ext.megatron.watchdog import phase, start_watchdog, wait_for_all
 from openrlhf_ext.options import required
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.run.checkpoints import (
-    Call,
     Checkpointer,
     State,
-    check_data,
     check_shared_folders,
     restore,
     resume_line,
@@ -127,23 +125,15 @@ class Supervised:
         self.steps = self.per_epoch * config.train.max_epochs
         with phase("building the model"):
             self.policy = ranks.policy = MegatronPolicy(settings(config, self.steps))
-        own, groups, timeout_s = fingerprint(examples), {"model": ranks.call}, config.megatron.collective_timeout_s
+        groups, data = {"model": ranks.call}, {"examples": fingerprint(examples)}
+        self.timeout_s = timeout_s = config.megatron.collective_timeout_s
         with phase("loading the checkpoint"):
-            self.step = ranks.led(lambda: self._resume(groups, own, timeout_s))
+            resumed = ranks.led(lambda: restore(config, groups, data, timeout_s, events))
+        self.step = 0 if resumed is None else resumed.step
         first = dist.get_rank() == 0
         self.recorder = SupervisedRecorder(config, self.steps, self.step, events) if first else None
-        self.checkpointer = Checkpointer(config, groups, {"examples": own}, timeout_s, events)
+        self.checkpointer = Checkpointer(config, groups, data, timeout_s, events)
         events.note("ready", steps=self.steps, processes={})
-
-    def _resume(self, groups: dict[str, Call], examples: str, timeout_s: float) -> int:
-        """The steps that were made."""
-        resumed = restore(self.config, groups, timeout_s)
-        check_data(resumed, "examples", examples, "model.model_name_or_path")
-        self.events.repeat_from(resumed.step if resumed is not None else 0)
-        if resumed is None:
-            return 0
-        self.events.note("resumed", resume_step=resumed.step, path=str(resumed.folder))
-        return resumed.step
 
     def run(self) -> int:
         """0, or 143 after SIGTERM."""
@@ -223,15 +213,13 @@ class Supervised:
             if not ends:
                 self.ranks.led(lambda: self.checkpointer.save(self.step, *state))
                 return
-            timeout_s, path = self.config.megatron.collective_timeout_s, self.config.ckpt.path
-            self.ranks.led(lambda: self.checkpointer.save_before_the_end(state, timeout_s))
-            self.events.note("interrupted", signal="SIGTERM", checkpoint=path)
-            logger.warning("SIGTERM: %s", resume_line(f"step {self.step}"))
+            self.ranks.led(lambda: self.checkpointer.save_before_the_end(state, self.timeout_s))
+        self.events.note("interrupted", signal="SIGTERM", checkpoint=self.config.ckpt.path)
+        logger.warning("SIGTERM: %s", resume_line(f"step {self.step}"))
 
     def _finish(self) -> None:
-        path, timeout_s = self.config.ckpt.output_dir, self.config.megatron.collective_timeout_s
-        folder = Path(str(self.config.logger.metrics_path)).parent
+        path, folder = self.config.ckpt.output_dir, Path(str(self.config.logger.metrics_path)).parent
         with phase("writing the final checkpoint"):
-            self.ranks.led(lambda: write_hf(self.ranks.call, "policy", path, "ckpt.output_dir", timeout_s))
+            self.ranks.led(lambda: write_hf(self.ranks.call, "policy", path, "ckpt.output_dir", self.timeout_s))
         self.events.note("end", path=path, results={})
         logger.info("the final checkpoint is in %s; openrlhf-ext report %s", path, folder)

@@ -94,21 +94,22 @@ def test_the_best_is_that_of_the_checkpoint_the_run_goes_on_from(tmp_path, store
     store.commit(Manifest(11, files, {"best": best}))
     store.mark_best({"step": 1, "metric": "eval/accuracy", "value": 0.1})
     ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
-    resumed = checkpoints.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": call}, 1.0)
+    resumed = checkpoints.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": call}, {}, 1.0, EventLog())
     assert resumed.step == 11 and store.best() == best and resumed.arrays["tokens"].tolist() == [0, 1, 2]
 
 
 def test_a_run_that_finds_no_checkpoint_is_told_where_an_earlier_start_has_put_them(tmp_path, store, caplog):
     ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
     aside = store.set_aside_all()
-    assert checkpoints.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": call}, 1.0) is None
+    config = RunConfig().model_copy(update={"ckpt": ckpt})
+    assert checkpoints.restore(config, {"policy": call}, {}, 1.0, EventLog()) is None
     assert f"checkpoints of an earlier run are in {aside}: to go on from them, move them back" in caplog.text
 
 
 def test_a_checkpoint_of_an_earlier_release_is_refused_with_the_remedy(tmp_path, store):
     ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
     with pytest.raises(CheckpointError, match=r"global_step10 holds no groups.safetensors[\s\S]*Hugging Face form"):
-        checkpoints.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": call}, 1.0)
+        checkpoints.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": call}, {}, 1.0, EventLog())
 
 
 # ---- the prompts
@@ -119,12 +120,11 @@ def test_other_prompts_are_refused():
         return PromptData(SimpleNamespace(prompts=list(prompts), labels=["x"] * len(prompts)), 0, []).fingerprint
 
     first = fingerprint("a", "b")
-    resumed = checkpoints.Resumed(Path("/runs/global_step3"), 3, {"prompts": first}, {})
-    checkpoints.check_data(None, "prompts", first, "actor.model_name_or_path")
-    checkpoints.check_data(resumed, "prompts", fingerprint("a", "b"), "actor.model_name_or_path")
+    folder, state = Path("/runs/global_step3"), {"prompts": first}
+    checkpoints.check_data(folder, state, {"prompts": fingerprint("a", "b")})
     for other in (fingerprint("b", "a"), fingerprint("a"), fingerprint("a", "c")):
         with pytest.raises(CheckpointError, match=r"/runs/global_step3 was written by a run with other prompts"):
-            checkpoints.check_data(resumed, "prompts", other, "actor.model_name_or_path")
+            checkpoints.check_data(folder, state, {"prompts": other})
 
 
 def test_changed_options_are_named_and_immaterial_ones_not(caplog):

@@ -123,7 +123,7 @@ def main(folder: Path) -> None:
         parts = job.build_parts(base, session, EventLog())
         for name in RUNS:
             config = config_of(task, name)
-            resumed = restore(config, job.callers(parts.trained), config.train.step_timeout_s)
+            resumed = restore(config, job.callers(parts.trained), {}, config.train.step_timeout_s, EventLog())
             strategy = compat.DriverStrategy(upstream_args(config))
             loop = job.build_loop(config, dataclasses.replace(parts, resumed=resumed, strategy=strategy))
             if name in TROUBLES:
