@@ -27,7 +27,7 @@ from openrlhf_ext.options.sections import HeldOutSet
 from openrlhf_ext.options.sections.evaluation import named_part
 from openrlhf_ext.redaction import redact, redacted
 from openrlhf_ext.reporting import duration, read_metrics
-from openrlhf_ext.run.checkpoints import checkpoint_store, resume_line
+from openrlhf_ext.run.checkpoints import resumption
 from openrlhf_ext.run.records import about
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def last_words(config: RunConfig, code: int, seconds: float) -> str:
         paths.insert(0, ("final checkpoint", config.ckpt.output_dir))
         commands += _evaluation(config)
     elif how == "has failed":
-        commands.insert(0, _resumption(config))
+        commands.insert(0, f"once the cause is mended, {resumption(config)}")
     lines = [head, *(f"  {name:17} {text}" for name, text in [*_numbers(found), *paths])]
     return redact("\n".join([*lines, "  next:", *(f"    {command}" for command in commands)]))
 
@@ -102,13 +102,6 @@ def _numbers(found: dict[str, Any]) -> list[tuple[str, str]]:
 def _shown(value: tuple[float, float | None]) -> str:
     mean, error = value
     return f"{mean:.3f}" if error is None else f"{mean:.3f} +- {error:.3f}"
-
-
-def _resumption(config: RunConfig) -> str:
-    newest = checkpoint_store(config).checkpoints()[-1:]
-    if not newest:
-        return f"no checkpoint is in {config.ckpt.path}: the run has to begin again"
-    return f"once the cause is mended, {resume_line(str(newest[0]))}"
 
 
 def _evaluation(config: RunConfig) -> list[str]:

@@ -31,7 +31,7 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.about import last_words
 from openrlhf_ext.reporting import EventLog, RunStatus
 from openrlhf_ext.rewards.worker import die_with
-from openrlhf_ext.run.checkpoints import own_folders, resume_line
+from openrlhf_ext.run.checkpoints import own_folders, resumption
 
 logger = logging.getLogger(__name__)
 
@@ -218,8 +218,7 @@ class _Parent:
                 logger.warning("the run had ended, but the driver had not: %s", driver.killed_because)
             return driver.code
         if (number := self._received or _SIGNALS.get(driver.process.exitcode or 0)) is not None:
-            logger.error("%s: %s", number.name, driver.why)
-            logger.error(resume_line(f"the newest checkpoint in {config.ckpt.path}"))
+            logger.error("%s: %s\n%s", number.name, driver.why, resumption(config))
             self._note(config, driver.step, "interrupted", signal=number.name, why=driver.why)
             return INTERRUPTED[number]
         if driver.process.exitcode == 2 and not driver.killed_because:

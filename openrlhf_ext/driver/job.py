@@ -64,7 +64,7 @@ from openrlhf_ext.run.checkpoints import (
     checkpoint_store,
     clean_up,
     restore,
-    resume_line,
+    resumption,
     write_hf,
 )
 from openrlhf_ext.run.records import StepRecorder
@@ -133,12 +133,9 @@ def run_once(config: RunConfig, events: EventLog, guard: Guard) -> int:
 def report_interruption(config: RunConfig, events: EventLog, guard: Guard) -> int:
     """Says what the run can go on from; returns the exit code."""
     number = guard.received or signal.SIGINT
-    newest = checkpoint_store(config).checkpoints()[-1:]
-    if newest:
-        logger.error("%s: %s", number.name, resume_line(str(newest[0])))
-    else:
-        logger.error("%s: the run has no checkpoint in %s and has to begin again", number.name, config.ckpt.path)
-    note_end(events, "interrupted", signal=number.name, checkpoint=str(newest[0]) if newest else None)
+    logger.error("%s: %s", number.name, resumption(config))
+    newest = [str(folder) for folder in checkpoint_store(config).checkpoints()[-1:]]
+    note_end(events, "interrupted", signal=number.name, checkpoint=newest[0] if newest else None)
     return INTERRUPTED[number]
 
 
@@ -166,12 +163,8 @@ class Parts:
     deadline: Deadline
     use_gpu: bool
     events: EventLog
+    trained: dict[str, RankGroup]  # whose state a checkpoint holds, the policy's first
     resumed: Resumed | None = None
-
-    @property
-    def trained(self) -> dict[str, RankGroup]:
-        """The groups of ranks whose state a checkpoint holds."""
-        return trained_groups(self.policy, self.auxiliary)
 
 
 def train(config: RunConfig, session: RaySession, events: EventLog) -> None:
@@ -255,21 +248,17 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
     with start.limit(ranks_s, "building the models beside the policy", option):
         auxiliary.initialize(config, session, steps, start)
     with start.limit(config.train.step_timeout_s, "loading the checkpoint", "train.step_timeout_s"):
-        trained, data = callers(trained_groups(policy, auxiliary)), {"prompts": prompts.fingerprint}
-        resumed = restore(config, trained, data, config.train.step_timeout_s, events)
+        trained = {"policy": policy} | ({"critic": auxiliary.critic} if auxiliary.critic is not None else {})
+        data, timeout_s = {"prompts": prompts.fingerprint}, config.train.step_timeout_s
+        resumed = restore(config, callers(trained), data, timeout_s, events)
     supervisor = EngineSupervisor(engines, policy, config, session.remember, start, events=events)
     guide_supervisor = None
     if guide_engines is not None:
         guide_supervisor = EngineSupervisor(guide_engines, None, config, session.remember, start, GUIDE_ENGINE, events)
     return Parts(
         strategy, tokenizer, policy, auxiliary, supervisor, guide_supervisor, prompts, held_out, steps, start,
-        session.use_gpu, events, resumed,
+        session.use_gpu, events, trained, resumed,
     )  # fmt: skip
-
-
-def trained_groups(policy: RankGroup, auxiliary: AuxiliaryModels) -> dict[str, RankGroup]:
-    """The groups of ranks whose state a checkpoint holds, by name; the policy's is the first."""
-    return {"policy": policy} | ({"critic": auxiliary.critic} if auxiliary.critic is not None else {})
 
 
 def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> TrainingLoop:

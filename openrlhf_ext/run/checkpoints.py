@@ -320,9 +320,12 @@ def report_changed_options(before: Mapping[str, str], now: Mapping[str, str]) ->
 # ---- going on -------------------------------------------------------------------------------------------------------
 
 
-def resume_line(folder: str) -> str:
-    """How a user goes on with a run that was interrupted."""
-    return f"to go on from {folder}: the same command with --ckpt.load_enable"
+def resumption(config: RunConfig | SupervisedConfig) -> str:
+    """How a user goes on with a run that has ended early."""
+    newest = checkpoint_store(config).checkpoints()[-1:]
+    if not newest:
+        return f"no checkpoint is in {config.ckpt.path}: the run has to begin again"
+    return f"to go on from {newest[0]}: the same command with --ckpt.load_enable"
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,8 @@ class Ranks:
                 told = (None, act(), "")
             except _FAULTS as error:
                 told = (None, None, str(error))
-            told = _from_first(told)
-        else:
-            while (told := _from_first(told))[0] is not None:
-                self._answer(told[0], told[1])
+        while (told := _from_first(told))[0] is not None:  # on rank 0 it is over
+            self._answer(told[0], told[1])
         if told[2]:
             raise CheckpointError(told[2])
         return told[1]

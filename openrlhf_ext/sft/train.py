@@ -35,7 +35,7 @@ from openrlhf_ext.run.checkpoints import (
     State,
     check_shared_folders,
     restore,
-    resume_line,
+    resumption,
     write_hf,
 )
 from openrlhf_ext.run.records import SupervisedRecorder, about
@@ -215,7 +215,7 @@ class Supervised:
                 return
             self.ranks.led(lambda: self.checkpointer.save_before_the_end(state, self.timeout_s))
         self.events.note("interrupted", signal="SIGTERM", checkpoint=self.config.ckpt.path)
-        logger.warning("SIGTERM: %s", resume_line(f"step {self.step}"))
+        logger.warning("SIGTERM: %s", resumption(self.config))
 
     def _finish(self) -> None:
         path, folder = self.config.ckpt.output_dir, Path(str(self.config.logger.metrics_path)).parent

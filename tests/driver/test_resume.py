@@ -69,7 +69,7 @@ def test_foreign_and_missing_manifests_are_damage_too(store):
     truncate(store.folder / "global_step1/manifest.json")
     with pytest.raises(CheckpointError, match=r"no checkpoint is usable") as error:
         find(store, fallback=True)
-    for words in ("of format 'x'", "holds no manifest.json", "cannot be read"):
+    for words in ("of format 'x'", "holds no manifest.json", "not JSON"):
         assert words in str(error.value)
 
 

@@ -253,7 +253,7 @@ def test_the_command_starts_its_ranks_and_ends_with_a_checkpoint_at_sigterm(task
             time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=PATIENCE_S)[1]
-    assert process.returncode != 0 and "to go on from step" in said
+    assert process.returncode != 0 and "SIGTERM: to go on from" in said
     events = task.events("command")
     assert [event["event"] for event in events][-2:] == ["checkpoint", "interrupted"]
     assert events[0]["layout"]["data"] == 2

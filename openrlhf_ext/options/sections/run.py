@@ -234,12 +234,32 @@ class Profile(Section):
             yield Violation((name,), f"{name} must not end before it begins: got {self.steps}; swap the two")
 
 
-class Data(Section):
+class Texts(Section):
+    """Records whose texts are read."""
+
+    disable_fast_tokenizer: bool = option(False, "use the slow tokenizer")
+    input_template: str | None = option(None, "text around the prompt; {} stands for the prompt")
+
+    def unreadable(self, datasets: str, shares: str) -> Iterator[Violation]:
+        """The template puts the prompt somewhere; there is one share for each dataset, adding up to 1; both by name."""
+        if self.input_template is not None and not holds_prompt(self.input_template):
+            yield Violation(("data.input_template",),
+                "data.input_template must contain {}, where the prompt goes, and no other field (write {{ and }} for "
+                f"braces), or be null: got {self.input_template!r}")
+        paths, numbers = getattr(self, datasets), getattr(self, shares)
+        if paths is not None and numbers is not None:
+            yield from share_violations(f"data.{shares}", numbers, f"data.{datasets}", paths)
+
+    def cautions(self) -> Iterator[str]:
+        if "\\n" in (self.input_template or ""):
+            yield "data.input_template contains a backslash and an n: write a line break ($'\\n' in bash)"
+
+
+class Data(Texts):
     """Prompts."""
 
     needs = {"!data.apply_chat_template": ("input_template",)}
 
-    disable_fast_tokenizer: bool = option(False, "use the slow tokenizer")
     dataloader_num_workers: Int = option(0, "processes that load prompts", ge=0, le=2**8)
     max_len: Int = option(2048, "longest sequence, prompt and response together, tokens", ge=2)
     max_samples: Int = option(int(1e8), "prompts used of the dataset", ge=1)
@@ -250,7 +270,6 @@ class Data(Section):
     prompt_split: str = option("train", "split of data.prompt_dataset")
     input_key: str = option("input", "key of the prompt in a record")
     label_key: str | None = option(None, "key of the reference answer in a record; null = no label")
-    input_template: str | None = option(None, "text around the prompt; {} stands for the prompt")
     apply_chat_template: bool = option(False, "put prompts through the tokenizer's chat template")
     image_key: str = not_yet("images", "key of images in a record", **_IMAGES)
     max_images_per_prompt: Int = not_yet(0, "images per prompt", **_IMAGES)
@@ -258,18 +277,7 @@ class Data(Section):
         "prompts that leave no room for rollout.max_new_tokens within data.max_len: count and skip, or stop")
 
     def violations(self) -> Iterator[Violation]:
-        """The template puts the prompt somewhere; there is one share for each dataset, adding up to 1."""
-        if self.input_template is not None and not holds_prompt(self.input_template):
-            yield Violation(("data.input_template",),
-                "data.input_template must contain {}, where the prompt goes, and no other field (write {{ and }} for "
-                f"braces): got {self.input_template!r}")
-        if self.prompt_dataset is not None and self.prompt_probs is not None:
-            of = "data.prompt_dataset"
-            yield from share_violations("data.prompt_probs", self.prompt_probs, of, self.prompt_dataset)
-
-    def cautions(self) -> Iterator[str]:
-        if "\\n" in (self.input_template or ""):
-            yield "data.input_template contains a backslash and an n: write a line break ($'\\n' in bash)"
+        yield from self.unreadable("prompt_dataset", "prompt_probs")
 
 
 def holds_prompt(template: str, marker: str = "<the prompt>") -> bool:

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from openrlhf_ext.options import Float, Int, Section, Violation, added, no_meaning, not_yet, option
 from openrlhf_ext.options.sections.models import Adam, DeepSpeedTraining
-from openrlhf_ext.options.sections.run import Interval, Records, Saved, Wandb, holds_prompt, share_violations
+from openrlhf_ext.options.sections.run import Interval, Records, Saved, Texts, Wandb
 
 # an option has its default, its meaning and its bounds, as in a table
 # fmt: off
@@ -32,7 +32,7 @@ class Model(Section):
         why="only dense models are built", instead="set it to 0")
 
 
-class SupervisedData(Section):
+class SupervisedData(Texts):
     """Examples: prompts with answers, or chats."""
 
     needs = {"data.apply_chat_template": ("tokenizer_chat_template",), "!data.apply_chat_template": ("input_template",),
@@ -57,25 +57,15 @@ class SupervisedData(Section):
     apply_chat_template: bool = option(False, "put examples through the tokenizer's chat template")
     tokenizer_chat_template: str | None = option(None, "chat template instead of the tokenizer's own")
     multiturn: bool = option(False, "train on every message of the assistant in a chat instead of the last one")
-    disable_fast_tokenizer: bool = option(False, "use the slow tokenizer")
     dataloader_num_workers: Int = no_meaning(0, "processes that load examples",
         why="examples are tokenized once, before the first step", instead="leave it out")
 
     def violations(self) -> Iterator[Violation]:
-        if self.input_template is not None and not self.apply_chat_template and not holds_prompt(self.input_template):
-            yield Violation(("data.input_template",),
-                "data.input_template must contain {}, where the prompt goes, and no other field (write {{ and }} for "
-                f"braces), or be null: got {self.input_template!r}")
-        if self.dataset is not None and self.dataset_probs is not None:
-            yield from share_violations("data.dataset_probs", self.dataset_probs, "data.dataset", self.dataset)
+        yield from self.unreadable("dataset", "dataset_probs")
         if self.multiturn and not self.apply_chat_template:
             yield Violation(("data.multiturn", "data.apply_chat_template"),
                 "data.multiturn needs data.apply_chat_template, which says where a turn begins: got true and false; "
                 "switch it on")
-
-    def cautions(self) -> Iterator[str]:
-        if "\\n" in (self.input_template or ""):
-            yield "data.input_template contains a backslash and an n: write a line break ($'\\n' in bash)"
 
 
 class SupervisedTrain(Section):
