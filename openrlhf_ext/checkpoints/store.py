@@ -76,7 +76,8 @@ def read_manifest(folder: Path) -> Manifest:
         check(data, str(path), {"step": INTEGER, "files": list_of(map_with(_ENTRY_KEYS)), "about": MAP})
     except InputError as error:
         raise CheckpointError(str(error)) from error
-    return Manifest(data["step"], tuple(FileEntry(**entry) for entry in data["files"]), data["about"])
+    files = tuple(FileEntry(entry["path"], entry["size"], entry["sha256"]) for entry in data["files"])
+    return Manifest(data["step"], files, data["about"])
 
 
 def check_share(folder: Path, rank: int, ranks: int) -> list[str]:
