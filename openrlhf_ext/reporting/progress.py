@@ -36,7 +36,7 @@ _RECENT_STEPS = 20
 
 
 @dataclass(frozen=True)
-class Column:
+class _Column:
     title: str
     metric: str
     width: int
@@ -51,27 +51,27 @@ class Column:
 
 
 COLUMNS = (
-    Column("reward", "reward/mean", 7, ".3f"),
-    Column("acc", "accuracy/mean", 6, ".3f"),
-    Column("entropy", "entropy/mean", 7, ".3f"),
-    Column("length", "response/length_mean", 7, ".1f"),
-    Column("kl_roll", "kl/rollout", 8, ".1e"),
-    Column("tok/s", "throughput/tokens_per_second", 7, ".0f"),
-    Column("gen_s", "time/generate", 6, ".2f"),
-    Column("grade_s", "time/grade", 7, ".2f"),
-    Column("logp_s", "time/logprob", 6, ".2f"),
-    Column("train_s", "time/train", 7, ".2f"),
-    Column("sync_s", "time/sync", 6, ".2f"),
-    Column("step_s", "time/step", 6, ".2f"),
+    _Column("reward", "reward/mean", 7, ".3f"),
+    _Column("acc", "accuracy/mean", 6, ".3f"),
+    _Column("entropy", "entropy/mean", 7, ".3f"),
+    _Column("length", "response/length_mean", 7, ".1f"),
+    _Column("kl_roll", "kl/rollout", 8, ".1e"),
+    _Column("tok/s", "throughput/tokens_per_second", 7, ".0f"),
+    _Column("gen_s", "time/generate", 6, ".2f"),
+    _Column("grade_s", "time/grade", 7, ".2f"),
+    _Column("logp_s", "time/logprob", 6, ".2f"),
+    _Column("train_s", "time/train", 7, ".2f"),
+    _Column("sync_s", "time/sync", 6, ".2f"),
+    _Column("step_s", "time/step", 6, ".2f"),
 )
 
 
 SUPERVISED = (
-    Column("loss", "loss/sft", 8, ".4f"),
-    Column("norm", "grad_norm", 8, ".3f"),
-    Column("lr", "lr", 8, ".1e"),
-    Column("tok/s", "throughput/train_tokens_per_second", 8, ".0f"),
-    Column("step_s", "time/step", 7, ".2f"),
+    _Column("loss", "loss/sft", 8, ".4f"),
+    _Column("norm", "grad_norm", 8, ".3f"),
+    _Column("lr", "lr", 8, ".1e"),
+    _Column("tok/s", "throughput/train_tokens_per_second", 8, ".0f"),
+    _Column("step_s", "time/step", 7, ".2f"),
 )
 
 
@@ -83,7 +83,7 @@ class ProgressLine:
 
     def __init__(
         self, total_steps: int | None, write: Callable[[str], Any] | None = None, label: str = "",
-        columns: Sequence[Column] = COLUMNS,
+        columns: Sequence[_Column] = COLUMNS,
     ) -> None:  # fmt: skip
         self._columns = columns
         self.total_steps, self._label = total_steps, [label] if label else []

@@ -24,7 +24,7 @@ from openrlhf_ext.reporting import (
     read_metrics,
     write_figure,
 )
-from openrlhf_ext.reporting.progress import COLUMNS, PANELS, SUPERVISED, SUPERVISED_PANELS, Column, Panel
+from openrlhf_ext.reporting.progress import COLUMNS, PANELS, SUPERVISED, SUPERVISED_PANELS, Panel
 from openrlhf_ext.run.checkpoints import checkpoint_store
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Recorder:
     """Writes the records of one run. The figure is redrawn by a background thread at most every ten seconds. Records of
     steps after ``resume_step`` are of a run that is being repeated, and are moved aside; 0 = all are."""
 
-    columns: Sequence[Column] = COLUMNS
+    columns: Sequence[Any] = COLUMNS
     panels: Sequence[Panel] = PANELS
 
     def __init__(
