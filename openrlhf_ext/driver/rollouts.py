@@ -461,33 +461,35 @@ def sampling_of(config: RunConfig, temperature: float, top_p: float) -> Sampling
 # ---- groups that wait for training, in a checkpoint -----------------------------------------------------------------
 
 
+_ARRAYS = {"tokens": ("tokens_S", np.int32), "logprobs": ("logprobs_T", np.float32)}
+"""Of a response: its attribute and type, by the name in a checkpoint."""
+
+
 def plain_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Groups as plain values, and their tokens and log-probs as arrays, one response behind the other."""
-    tokens, logprobs = [np.zeros(0, np.int32)], [np.zeros(0, np.float32)]
+    """Groups as plain values, and their arrays, one response behind the other."""
+    parts: dict[str, list[np.ndarray]] = {name: [np.zeros(0, kind)] for name, (_, kind) in _ARRAYS.items()}
 
     def plain(response: Response) -> dict[str, Any]:
         values = dict(vars(response))
-        tokens.append(values.pop("tokens_S"))
-        if (known := values.pop("logprobs_T")) is not None:
-            logprobs.append(known)
-        return values | {"tokens": len(tokens[-1]), "logprobs": None if known is None else len(known)}
+        for name, (attribute, _) in _ARRAYS.items():
+            array = values.pop(attribute)
+            values[name] = None if array is None else len(array)
+            parts[name] += [] if array is None else [array]
+        return values
 
     made = [{"prompt": vars(group.prompt), "responses": [*map(plain, group.responses)]} for group in groups]
-    return made, {"tokens": np.concatenate(tokens), "logprobs": np.concatenate(logprobs)}
+    return made, {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
 def groups_from_plain(plain: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> list[Group]:
     """The reverse of :func:`plain_groups`."""
-    used = {"tokens": 0, "logprobs": 0}
+    used = dict.fromkeys(_ARRAYS, 0)
 
-    def take(name: str, count: int) -> np.ndarray:
-        start = used[name]
-        used[name] += count
-        return arrays[name][start : start + count]
-
-    def response(r: dict[str, Any]) -> Response:
-        tokens, logprobs = r.pop("tokens"), r.pop("logprobs")
-        logprobs_T = None if logprobs is None else take("logprobs", logprobs)
-        return Response(tokens_S=take("tokens", tokens), logprobs_T=logprobs_T, **r)
+    def response(values: dict[str, Any]) -> Response:
+        for name, (attribute, _) in _ARRAYS.items():
+            count, start = values.pop(name, None), used[name]  # earlier releases had fewer
+            used[name] += count or 0
+            values[attribute] = None if count is None else arrays[name][start : start + count]
+        return Response(**values)
 
     return [Group(Prompt(**g["prompt"]), [response(dict(r)) for r in g["responses"]]) for g in plain]
