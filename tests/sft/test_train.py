@@ -120,8 +120,11 @@ LAYOUTS = {
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_loss_steps_and_weights_are_those_of_transformers(task, truth, ranks):
     names = [f"layout{ranks}_{number}" for number in range(len(LAYOUTS[ranks]))]
-    task.train(ranks, *(task.words(name, **layout) for name, layout in zip(names, LAYOUTS[ranks], strict=True)))
-    for name in names:
+    saved = task.words("moved", ckpt__save_steps=4)
+    moved = [saved, [*saved, "--ckpt.load_enable", "--megatron.tensor_parallel_size", "2"]] if ranks > 1 else []
+    of_layouts = (task.words(name, **layout) for name, layout in zip(names, LAYOUTS[ranks], strict=True))
+    task.train(ranks, *of_layouts, *moved)
+    for name in [*names, *(["moved"] if moved else [])]:
         compare(task, name, *truth)
     page = task.folder / f"report{ranks}.html"
     assert report([str(task.folder / names[0]), "--output", str(page)]) == 0
