@@ -45,14 +45,19 @@ RULES = {
         {"megatron", "openrlhf", "vllm", "ray", "pydantic"},
     ),
     "reporting": ({"inputs", "outputs", "redaction"}, HEAVY),
+    "run": (
+        {"checkpoints", "compat", "config", "inputs", "locks", "megatron.model.hf_files", "options", "patches",
+         "redaction", "reporting"},
+        {"ray", "vllm", "megatron", "openrlhf", "deepspeed", "pydantic"},
+    ),
     "sft": (
-        {"algorithms", "checkpoints", "compat", "config", "inputs", "megatron", "options", "patches", "redaction",
-         "reporting"},
+        {"algorithms", "checkpoints", "compat", "config", "inputs", "megatron", "options", "redaction", "reporting",
+         "run"},
         {"ray", "vllm", "openrlhf", "deepspeed", "pydantic"},
     ),
     "ranks": (CORE - {"config", "driver", "reporting", "rewards"}, {"openrlhf", "vllm", "pydantic"}),
     "driver": (
-        CORE | {"inputs", "locks", "redaction", "user_code"},
+        CORE | {"inputs", "redaction", "run", "user_code"},
         {"openrlhf", "vllm", "megatron", "pydantic"},
     ),
     "tools": (
@@ -82,7 +87,7 @@ LATE = (
     "cli/", "config/estimator.py", "config/show.py", "driver/job.py", "driver/preflight.py",
     "driver/processes.py", "driver/engines.py", "head/kernels.py",
     "megatron/layers/fp8.py", "ranks/",
-    "rollout/engine.py", "sft/data.py", "sft/records.py", "tools/plan/conversion_check.py",
+    "rollout/engine.py", "run/records.py", "sft/data.py", "tools/plan/conversion_check.py",
 )  # fmt: skip
 
 

@@ -23,11 +23,13 @@ from openrlhf_ext.checkpoints.files import (
     CheckpointError,
     FileEntry,
     absent_files,
+    check_files,
+    deal_files,
     free_name,
     fsync_folder,
     write_file,
 )
-from openrlhf_ext.inputs import INTEGER, NUMBER, TEXT, InputError, check, list_of, map_with, read_json
+from openrlhf_ext.inputs import INTEGER, MAP, NUMBER, TEXT, InputError, check, list_of, map_with, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ _BEST_KEYS = {"step": INTEGER, "metric": TEXT, "value": NUMBER}
 _BEST_MAYBE = {"next": list_of(map_with({"step": INTEGER, "value": NUMBER}))}  # best first; earlier releases had none
 _NAME = re.compile(r"global_step(\d+)")
 _PENDING = "pending.json"
+_ENTRY_KEYS = {"path": TEXT, "size": INTEGER, "sha256": TEXT}
 _PARTS = "written"
 
 
@@ -59,24 +62,27 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint. Raises CheckpointError: there is none, or not one of this format."""
     path = folder / MANIFEST
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         raise CheckpointError(
             f"{folder} holds no {MANIFEST}: it is no resumable checkpoint of this program, or not a complete one"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        )
     try:
+        data = read_json(path, {"format": TEXT, "version": INTEGER})
         if (data["format"], data["version"]) != (_FORMAT, _VERSION):
             raise CheckpointError(
                 f"{path} is of format {data['format']!r} version {data['version']!r}, this program reads {_FORMAT!r} "
                 f"version {_VERSION}"
             )
-        files = tuple(FileEntry(str(f["path"]), int(f["size"]), str(f["sha256"])) for f in data["files"])
-        return Manifest(int(data["step"]), files, dict(data["about"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a manifest of this program: {error!r}") from error
+        check(data, str(path), {"step": INTEGER, "files": list_of(map_with(_ENTRY_KEYS)), "about": MAP})
+    except InputError as error:
+        raise CheckpointError(str(error)) from error
+    files = tuple(FileEntry(entry["path"], entry["size"], entry["sha256"]) for entry in data["files"])
+    return Manifest(data["step"], files, data["about"])
+
+
+def check_share(folder: Path, rank: int, ranks: int) -> list[str]:
+    """What is wrong with a rank's share of a checkpoint's files: together they read all. Raises CheckpointError."""
+    return check_files(folder, deal_files(read_manifest(folder).files, ranks)[rank])
 
 
 def write_receipt(folder: Path, part: str, entries: Iterable[FileEntry]) -> None:

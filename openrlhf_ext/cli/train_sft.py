@@ -10,17 +10,18 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.checkpoints import CheckpointError
-from openrlhf_ext.config import ConfigError, RunConfig
+from openrlhf_ext.config import ConfigError, RunConfig, Violation
 from openrlhf_ext.config.files import downloaded
 from openrlhf_ext.config.sft import SupervisedConfig, load_supervised
 from openrlhf_ext.config.show import format_options
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.reporting import TerminalHandler
+from openrlhf_ext.run.checkpoints import own_folders
 
 logger = logging.getLogger(__name__)
 
@@ -50,21 +51,25 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(words: list[str]) -> int:
     """The same; raises ConfigError, CheckpointError, InputError."""
-    config = load_supervised(words, _choice)
+    config = load_supervised(words, _choice, _too_large)
     if not config.dry_run and (folder := _downloaded(config)) is not None:
         # the rules and the layout are asked again: they are about the model, which is here now
         words = [*words, f"--{_MODEL}", folder]
-        config = load_supervised(words, _choice)
+        config = load_supervised(words, _choice, _too_large)
     if not config.logger.verbose:
         warnings.simplefilter("ignore")
     if config.dry_run:
         return dry_run(config)
     if "WORLD_SIZE" not in os.environ and config.world_size > 1:
+        with own_folders(config):  # by rank 0, too, but then torchrun's report hides what is wrong
+            pass
         return launch(config.world_size, words)
-    if os.environ.get("RANK", "0") == "0":
-        for warning in config.warnings:
-            logger.warning(warning)
-    return run(config)
+    if os.environ.get("RANK", "0") != "0":
+        return run(config)
+    for warning in config.warnings:
+        logger.warning(warning)
+    with own_folders(config):
+        return run(config)
 
 
 def _choice(policy: RunConfig) -> Mapping[str, Any]:
@@ -72,6 +77,14 @@ def _choice(policy: RunConfig) -> Mapping[str, Any]:
     from openrlhf_ext.tools.plan import fit
 
     return fit.choice(policy)
+
+
+def _too_large(policy: RunConfig) -> Iterator[Violation]:
+    """States that exceed a GPU; there are no engines, for which the planner would have other words."""
+    from openrlhf_ext.tools.plan import fit
+
+    found = fit.findings(policy).violations
+    yield from (one for one in found if not any(name.startswith("vllm.") for name in one.options))
 
 
 def launch(ranks: int, words: list[str]) -> int:
@@ -114,28 +127,20 @@ def run(config: SupervisedConfig) -> int:
 
 def dry_run(config: SupervisedConfig) -> int:
     """Prints warnings, the ranks and their proof, and the configuration; 2 if the model cannot be laid out so."""
-    from openrlhf_ext.config.files import model_folder
+    from openrlhf_ext.cli.train_ppo_ray import layout_proofs
     from openrlhf_ext.imports import without_collection
     from openrlhf_ext.patches import apply
 
     apply()
     with without_collection():
-        from openrlhf_ext.megatron.built import DTYPES
-        from openrlhf_ext.megatron.settings import layer_converters
-        from openrlhf_ext.tools.plan.layout_proof import LayoutProofError, format_proof, prove_layout
+        from openrlhf_ext.tools.plan.layout_proof import LayoutProofError
 
-    folder = model_folder(str(config.model.model_name_or_path))
-    megatron = config.megatron
     try:
-        proof = None if folder is None else prove_layout(
-            folder, config.layout, DTYPES[megatron.param_dtype], megatron.distributed_optimizer_enable,
-            converters=layer_converters(config),
-        )  # fmt: skip
+        proofs = [*layout_proofs(config.policy)]
     except (LayoutProofError, InputError) as error:
         print(f"would not start: the model cannot be laid out as configured\n{error}", file=sys.stderr)
         return 2
-    print("\n".join(["would start", *(f"  - {warning}" for warning in config.warnings), ""]))
-    print(f"{_MODEL} is not on this machine: no rank was built\n" if proof is None else format_proof(proof))
+    print("\n".join(["would start", *(f"  - {warning}" for warning in config.warnings), "", *proofs]))
     print(f"the configuration as it was resolved:\n\n{format_options(config)}")
     return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -25,10 +25,22 @@ from openrlhf_ext.config.load import (
 )
 from openrlhf_ext.config.model_rules import model_violations
 from openrlhf_ext.config.rules import check_sections, policy_layout, recomputation
-from openrlhf_ext.config.run_config import RunConfig
+from openrlhf_ext.config.run_config import RunConfig, option_table
 from openrlhf_ext.config.show import format_help
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.options import ConfigError, Float, Int, Violation, added, no_meaning, not_yet, option, sections
+from openrlhf_ext.options import (
+    ConfigError,
+    Float,
+    Int,
+    Violation,
+    added,
+    nest,
+    no_meaning,
+    not_yet,
+    option,
+    sections,
+    value_of,
+)
 from openrlhf_ext.options.sections.models import FP8, LrScheduler, Muon
 from openrlhf_ext.options.sections.sft import (
     Model,
@@ -100,36 +112,17 @@ class SupervisedConfig(Configuration):
 
     @property
     def policy(self) -> RunConfig:
-        """The model, its layout, its optimizer and its files as those of a policy: what the rules, the planner and the
-        ranks know."""
-        data, ckpt = self.data, self.ckpt
-        return RunConfig(
-            actor=sections.Actor(
-                model_name_or_path=self.model.model_name_or_path, num_gpus_per_node=self.world_size,
-                gradient_checkpointing_enable=self.model.gradient_checkpointing_enable,
-                adam=sections.Adam.model_validate(self.adam.model_dump()), lr_scheduler=self.lr_scheduler,
-                lr_warmup_ratio=self.lr_warmup_ratio, min_lr_ratio=self.min_lr_ratio, max_norm=self.max_norm,
-            ),
-            megatron=self.megatron,
-            fp8=self.fp8,
-            algo=sections.Algo(advantage=sections.Advantage(estimator="grpo")),  # without a critic
-            rollout=sections.Rollout(micro_batch_size=self.train.micro_batch_size),
-            train=sections.Train(
-                batch_size=self.train.batch_size, micro_batch_size=self.train.micro_batch_size, seed=self.train.seed,
-                dynamic_batch_enable=self.train.dynamic_batch_enable, max_tokens_per_gpu=self.train.max_tokens_per_gpu,
-                full_determinism_enable=self.train.full_determinism_enable,
-            ),
-            data=sections.Data(
-                prompt_dataset=data.dataset, max_len=data.max_len,
-                apply_chat_template=data.apply_chat_template and data.tokenizer_chat_template is None,
-            ),
-            eval=sections.Eval(dataset=self.eval.dataset, split=self.eval.split),
-            ckpt=sections.Ckpt(path=ckpt.path, output_dir=ckpt.output_dir),
-            logger=sections.Logger(
-                metrics_path=self.logger.metrics_path, figure_path=self.logger.figure_path,
-                tensorboard_dir=self.logger.tensorboard_dir,
-            ),
-        )
+        """These options as those of a policy, for the rules, the planner and the ranks."""
+        theirs, data = option_table(), self.data
+        ours = [name for name, option in table_of(type(self)).items() if option.unsupported is None]
+        names = {f"actor.{name}" if f"actor.{name}" in theirs else name: name for name in ours} | _NAMES
+        apart = ("megatron.", "fp8.", "dry_run")  # whole sections: of these it matters what was set
+        names = {name: own for name, own in names.items() if name in theirs and not name.startswith(apart)}
+        return RunConfig(**nest({name: value_of(self, own) for name, own in names.items()} | {
+            "actor.num_gpus_per_node": self.world_size, "megatron": self.megatron, "fp8": self.fp8,
+            "algo.advantage.estimator": "grpo", "weight_sync.bucket_mib": 1,  # without a critic, and with no engine
+            "data.apply_chat_template": data.apply_chat_template and data.tokenizer_chat_template is None,
+        }))
 
 
 def _gpus() -> int:
@@ -138,14 +131,23 @@ def _gpus() -> int:
     return here if visible is None else min(here, len([name for name in visible.split(",") if name.strip()]))
 
 
-# names of `SupervisedConfig.policy`, and what they are called here; a prefix stands for all below it
+# names of `SupervisedConfig.policy`, and what they are called here
+_NAMES = {
+    "actor.model_name_or_path": "model.model_name_or_path",
+    "actor.gradient_checkpointing_enable": "model.gradient_checkpointing_enable",
+    "data.prompt_dataset": "data.dataset", "data.label_key": "data.output_key",
+    "rollout.micro_batch_size": "train.micro_batch_size",
+}
+# in messages; a prefix stands for all below it
 _CALLED = {
     "actor.num_nodes * actor.num_gpus_per_node": "model.num_gpus_per_node",
+    "actor.num_nodes 1, ": "", "actor.num_nodes ": "torchrun's --nnodes ",
     "actor.num_nodes": "model.num_gpus_per_node", "actor.num_gpus_per_node": "model.num_gpus_per_node",
-    "actor.model_name_or_path": "model.model_name_or_path",
-    "actor.gradient_checkpointing_enable": "model.gradient_checkpointing_enable", "actor.": "",
-    "data.prompt_dataset": "data.dataset", "data.label_key": "data.output_key",
+    **_NAMES, "actor.": "",
 }
+
+
+Rule = Callable[[RunConfig], Iterator[Violation]]
 
 
 def _here(text: str) -> str:
@@ -154,10 +156,11 @@ def _here(text: str) -> str:
     return text
 
 
-def load_supervised(argv: Sequence[str], choice: Choice | None = None) -> SupervisedConfig:
+def load_supervised(argv: Sequence[str], choice: Choice | None = None, more: Rule | None = None) -> SupervisedConfig:
     """Builds the configuration from command-line words, as ``load_config`` does that of ``train_ppo_ray``.
 
-    ``choice``: what ``megatron.layout auto`` comes to. Raises ConfigError: lists every violation.
+    ``choice``: what ``megatron.layout auto`` comes to. ``more``: a rule for the options as those of a policy. Raises
+    ConfigError: lists every violation.
     """
     table = table_of(SupervisedConfig)
     line = read_command_line(argv, table)
@@ -183,7 +186,7 @@ def load_supervised(argv: Sequence[str], choice: Choice | None = None) -> Superv
         else:
             draft.lines.append(violation.message)
     found_sections = check_sections(config)
-    broken_rules = [*found_sections.violations, *_violations(config)]
+    broken_rules = [*found_sections.violations, *_violations(config, more)]
     draft.violations += [rule for rule in broken_rules if draft.tainted.isdisjoint(rule.options)]
     if draft.violations:
         raise ConfigError(draft.violations)
@@ -203,7 +206,7 @@ def _derive(draft: Draft) -> None:
         draft.values.setdefault("megatron.recompute", "full")
 
 
-def _violations(config: SupervisedConfig) -> Iterator[Violation]:
+def _violations(config: SupervisedConfig, more: Rule | None) -> Iterator[Violation]:
     """Rules between sections: those of a policy, in the names of this command."""
     if config.data.dataset is None and not config.dry_run:
         yield Violation(("data.dataset",),
@@ -212,7 +215,8 @@ def _violations(config: SupervisedConfig) -> Iterator[Violation]:
         yield Violation(("fp8.rollout_enable",),
             "fp8.rollout_enable is about rollout engines, which supervised training has not: leave it out")
     policy = config.policy
-    rules = (model_violations, policy_layout, recomputation, precision.parameters, output_violations)
+    rules: list[Rule] = [model_violations, policy_layout, recomputation, precision.parameters, output_violations]
+    rules += [more] if more is not None else []
     of_policy = (found for rule in rules for found in rule(policy))
     yield from _answers(config)
     for found in (*of_policy, *_datasets(config)):

@@ -17,8 +17,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import openrlhf_ext
-from openrlhf_ext.checkpoints import CheckpointStore, write_file
-from openrlhf_ext.checkpoints.store import step_of
+from openrlhf_ext.checkpoints import write_file
 from openrlhf_ext.config import RunConfig, option_table
 from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.config.files import dataset_refs, inputs_of, is_hub_name
@@ -26,9 +25,10 @@ from openrlhf_ext.config.show import shown_options
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections import HeldOutSet
 from openrlhf_ext.options.sections.evaluation import named_part
-from openrlhf_ext.patches.environment import machine
 from openrlhf_ext.redaction import redact, redacted
 from openrlhf_ext.reporting import duration, read_metrics
+from openrlhf_ext.run.checkpoints import resumption
+from openrlhf_ext.run.records import about
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +40,6 @@ _MARK = "openrlhf_ext"  # of the cards that are ours
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/(\w+)$")  # huggingface_hub's cache
 _DATA = ("data.prompt_dataset", "eval.dataset")
 _GIT_S = 10.0
-
-
-def checkpoint_store(config: RunConfig) -> CheckpointStore:
-    """The folder that a run's checkpoints are kept in."""
-    return CheckpointStore(config.ckpt.path, config.ckpt.max_num, config.ckpt.max_mem * 1e9)
-
-
-def resume_line(folder: str) -> str:
-    """How a user goes on with a run that was interrupted."""
-    return f"to go on from {folder}: the same command with --ckpt.load_enable"
 
 
 def results(config: RunConfig) -> dict[str, Any]:
@@ -89,7 +79,7 @@ def last_words(config: RunConfig, code: int, seconds: float) -> str:
         paths.insert(0, ("final checkpoint", config.ckpt.output_dir))
         commands += _evaluation(config)
     elif how == "has failed":
-        commands.insert(0, _resumption(config))
+        commands.insert(0, f"once the cause is mended, {resumption(config)}")
     lines = [head, *(f"  {name:17} {text}" for name, text in [*_numbers(found), *paths])]
     return redact("\n".join([*lines, "  next:", *(f"    {command}" for command in commands)]))
 
@@ -112,13 +102,6 @@ def _numbers(found: dict[str, Any]) -> list[tuple[str, str]]:
 def _shown(value: tuple[float, float | None]) -> str:
     mean, error = value
     return f"{mean:.3f}" if error is None else f"{mean:.3f} +- {error:.3f}"
-
-
-def _resumption(config: RunConfig) -> str:
-    newest = checkpoint_store(config).checkpoints()[-1:]
-    if not newest:
-        return f"no checkpoint is in {config.ckpt.path}: the run has to begin again"
-    return f"once the cause is mended, {resume_line(str(newest[0]))}"
 
 
 def _evaluation(config: RunConfig) -> list[str]:
@@ -150,24 +133,8 @@ def _evaluation_of(config: RunConfig, evaluated: HeldOutSet) -> str:
 
 
 def about_run(config: RunConfig) -> dict[str, Any]:
-    """What the first event of a run says: options without secrets, versions, this machine, layout, resume step."""
-    layout = config.layout
-    steps = [step_of(folder) for folder in checkpoint_store(config).checkpoints()] if config.ckpt.load_enable else []
-    return {
-        "options": shown_options(config),
-        "set": sorted(config.sources),
-        **machine(),
-        "layout": {
-            "ranks": config.world_size,
-            "tensor": layout.tensor_parallel_size,
-            "pipeline": layout.pipeline_parallel_size,
-            "context": layout.context_parallel_size,
-            "data": layout.data_parallel_size,
-            "engines": config.vllm.num_engines,
-            "engine_tensor": config.vllm.tensor_parallel_size,
-        },
-        "resume_step": max(steps, default=0),
-    }
+    """What the first event of a run says."""
+    return about(config, engines=config.vllm.num_engines, engine_tensor=config.vllm.tensor_parallel_size)
 
 
 def write_card(config: RunConfig) -> None:

@@ -20,21 +20,18 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from openrlhf_ext.checkpoints import CheckpointStore
-from openrlhf_ext.config import ConfigError, RunConfig
-from openrlhf_ext.driver.about import checkpoint_store, last_words, resume_line
-from openrlhf_ext.locks import FolderLock, LockError
-from openrlhf_ext.options import Violation
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.about import last_words
 from openrlhf_ext.reporting import EventLog, RunStatus
 from openrlhf_ext.rewards.worker import die_with
+from openrlhf_ext.run.checkpoints import own_folders, resumption
 
 logger = logging.getLogger(__name__)
 
@@ -221,8 +218,7 @@ class _Parent:
                 logger.warning("the run had ended, but the driver had not: %s", driver.killed_because)
             return driver.code
         if (number := self._received or _SIGNALS.get(driver.process.exitcode or 0)) is not None:
-            logger.error("%s: %s", number.name, driver.why)
-            logger.error(resume_line(f"the newest checkpoint in {config.ckpt.path}"))
+            logger.error("%s: %s\n%s", number.name, driver.why, resumption(config))
             self._note(config, driver.step, "interrupted", signal=number.name, why=driver.why)
             return INTERRUPTED[number]
         if driver.process.exitcode == 2 and not driver.killed_because:
@@ -441,48 +437,3 @@ def end_processes(processes: list[psutil.Process]) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 send(process)
         psutil.wait_procs(running, timeout=_GRACE_S)
-
-
-@contextmanager
-def own_folders(config: RunConfig) -> Iterator[None]:
-    """Holds the locks of everything that the run writes into and moves aside, restarts included. Nothing half-written
-    is in ``ckpt.path``, and without ``ckpt.load_enable`` no checkpoint of an earlier run. Raises ConfigError:
-    another run has one of the folders, or one cannot be written to."""
-    faults, take_over = [], config.ckpt.take_over_lock
-    with ExitStack() as held:
-        for folder, options in _folders(config).items():
-            names = " and ".join(options)
-            try:
-                held.enter_context(closing(FolderLock(folder, take_over, "add --ckpt.take_over_lock")))
-            except LockError as error:
-                faults.append(Violation(options, f"{names} {folder} {error}, or give another {names}"))
-            except OSError as error:
-                faults.append(Violation(options, f"{names} {folder} cannot be locked: {error}; give another {names}"))
-        if faults:
-            raise ConfigError(faults)
-        try:
-            _prepare_checkpoints(checkpoint_store(config), config.ckpt.load_enable)
-        except OSError as error:
-            fault = Violation(("ckpt.path",), f"ckpt.path cannot be used: {error}; give another")
-            raise ConfigError([fault]) from error
-        yield
-
-
-def _prepare_checkpoints(store: CheckpointStore, goes_on: bool) -> None:
-    store.clean()
-    if not goes_on and (aside := store.set_aside_all()) is not None:
-        logger.warning(
-            "%s holds checkpoints of an earlier run, and ckpt.load_enable is off: they are moved to %s",
-            store.folder, aside,
-        )  # fmt: skip
-
-
-def _folders(config: RunConfig) -> dict[Path, tuple[str, ...]]:
-    """The folders, links resolved, and the options that name them."""
-    named = {"ckpt.path": Path(config.ckpt.path), "ckpt.output_dir": Path(config.ckpt.output_dir)}
-    if config.logger.metrics_path is not None:
-        named["logger.metrics_path"] = Path(config.logger.metrics_path).parent
-    folders: dict[Path, tuple[str, ...]] = {}
-    for option, folder in named.items():
-        folders[folder.resolve()] = (*folders.get(folder.resolve(), ()), option)
-    return folders

@@ -7,9 +7,10 @@ import logging
 import math
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +21,7 @@ from openrlhf_ext.config.estimator import algorithm_name, engine_entropies, init
 from openrlhf_ext.config.files import downloaded
 from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import preflight
-from openrlhf_ext.driver.about import about_run, checkpoint_store, results, resume_line, write_card
-from openrlhf_ext.driver.checkpoints import (
-    Checkpointer,
-    Resumed,
-    check_prompts,
-    check_shared_folders,
-    clean_up,
-    prepare_folder,
-    restore,
-    write_hf,
-)
+from openrlhf_ext.driver.about import about_run, results, write_card
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
 from openrlhf_ext.driver.experience import ExperienceMaker
@@ -51,7 +42,6 @@ from openrlhf_ext.driver.processes import (
     start_guide_engines,
     start_policy,
 )
-from openrlhf_ext.driver.records import StepRecorder
 from openrlhf_ext.driver.rollouts import GroupRequests, GuidedRequests, PromptStream, Requests, Rollouts, all_prompts
 from openrlhf_ext.driver.settings import (
     build_algorithm,
@@ -61,11 +51,23 @@ from openrlhf_ext.driver.settings import (
     training_steps,
     worker_env,
 )
-from openrlhf_ext.driver.waits import Deadline
+from openrlhf_ext.driver.waits import Deadline, call_ranks
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options import required
 from openrlhf_ext.reporting import EventLog, SampleWriter
+from openrlhf_ext.run.checkpoints import (
+    Call,
+    Checkpointer,
+    Resumed,
+    check_shared_folders,
+    checkpoint_store,
+    clean_up,
+    restore,
+    resumption,
+    write_hf,
+)
+from openrlhf_ext.run.records import StepRecorder
 
 if TYPE_CHECKING:
     from openrlhf_ext.compat import DriverStrategy
@@ -131,12 +133,9 @@ def run_once(config: RunConfig, events: EventLog, guard: Guard) -> int:
 def report_interruption(config: RunConfig, events: EventLog, guard: Guard) -> int:
     """Says what the run can go on from; returns the exit code."""
     number = guard.received or signal.SIGINT
-    newest = checkpoint_store(config).checkpoints()[-1:]
-    if newest:
-        logger.error("%s: %s", number.name, resume_line(str(newest[0])))
-    else:
-        logger.error("%s: the run has no checkpoint in %s and has to begin again", number.name, config.ckpt.path)
-    note_end(events, "interrupted", signal=number.name, checkpoint=str(newest[0]) if newest else None)
+    logger.error("%s: %s", number.name, resumption(config))
+    newest = [str(folder) for folder in checkpoint_store(config).checkpoints()[-1:]]
+    note_end(events, "interrupted", signal=number.name, checkpoint=newest[0] if newest else None)
     return INTERRUPTED[number]
 
 
@@ -164,19 +163,15 @@ class Parts:
     deadline: Deadline
     use_gpu: bool
     events: EventLog
+    trained: dict[str, RankGroup]  # whose state a checkpoint holds, the policy's first
     resumed: Resumed | None = None
-
-    @property
-    def trained(self) -> dict[str, RankGroup]:
-        """The groups of ranks whose state a checkpoint holds."""
-        return trained_groups(self.policy, self.auxiliary)
 
 
 def train(config: RunConfig, session: RaySession, events: EventLog) -> None:
     """Builds every part, trains, and writes the final checkpoint."""
-    prepare_folder(config)
+    clean_up(config)  # after an attempt that was killed
     parts = build_parts(config, session, events)
-    check_shared_folders(config, parts.policy)
+    check_shared_folders(config, partial(call_ranks, parts.policy, "policy"), config.train.step_timeout_s)
     loop = build_loop(config, parts, session.guard)
     session.remember_children()
     processes = {name: {key: about[key] for key in ("host", "pid")} for name, about in session.processes.items()}
@@ -200,7 +195,7 @@ def write_final(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
     with parts.deadline.limit(limit_s, "writing the final checkpoint", "train.step_timeout_s"):
         loop.sharing.make_room_for_policy()
         logger.info("writing the final checkpoint to %s", config.ckpt.output_dir)
-        write_hf(parts.policy, "policy", config.ckpt.output_dir, "ckpt.output_dir", limit_s)
+        write_hf(callers(parts.trained)["policy"], "policy", config.ckpt.output_dir, "ckpt.output_dir", limit_s)
         write_card(config)
     if config.has_critic:
         with parts.deadline.limit(limit_s, "writing the critic", "train.step_timeout_s"):
@@ -253,24 +248,17 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
     with start.limit(ranks_s, "building the models beside the policy", option):
         auxiliary.initialize(config, session, steps, start)
     with start.limit(config.train.step_timeout_s, "loading the checkpoint", "train.step_timeout_s"):
-        resumed = restore(config, trained_groups(policy, auxiliary))
-        check_prompts(resumed, prompts.fingerprint)
-    events.repeat_from(resumed.step if resumed is not None else 0)
-    if resumed is not None:
-        events.note("resumed", resume_step=resumed.step, path=str(resumed.folder))
+        trained = {"policy": policy} | ({"critic": auxiliary.critic} if auxiliary.critic is not None else {})
+        data, timeout_s = {"prompts": prompts.fingerprint}, config.train.step_timeout_s
+        resumed = restore(config, callers(trained), data, timeout_s, events)
     supervisor = EngineSupervisor(engines, policy, config, session.remember, start, events=events)
     guide_supervisor = None
     if guide_engines is not None:
         guide_supervisor = EngineSupervisor(guide_engines, None, config, session.remember, start, GUIDE_ENGINE, events)
     return Parts(
         strategy, tokenizer, policy, auxiliary, supervisor, guide_supervisor, prompts, held_out, steps, start,
-        session.use_gpu, events, resumed,
+        session.use_gpu, events, trained, resumed,
     )  # fmt: skip
-
-
-def trained_groups(policy: RankGroup, auxiliary: AuxiliaryModels) -> dict[str, RankGroup]:
-    """The groups of ranks whose state a checkpoint holds, by name; the policy's is the first."""
-    return {"policy": policy} | ({"critic": auxiliary.critic} if auxiliary.critic is not None else {})
 
 
 def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> TrainingLoop:
@@ -314,34 +302,44 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
         tokenizer=parts.tokenizer,
         drift=drift_check(config, parts.policy),
         profiler=step_profiler(config, parts),
-        checkpointer=Checkpointer(config, parts.trained, parts.prompts.fingerprint, parts.events),
+        checkpointer=build_checkpointer(config, callers(parts.trained), parts.prompts.fingerprint, parts.events),
     )  # fmt: skip
     if parts.resumed is not None:
         loop.restore(parts.resumed.state, parts.resumed.arrays)
     return loop
 
 
+def callers(groups: Mapping[str, RankGroup]) -> dict[str, Call]:
+    """How their ranks are called, by name."""
+    return {name: partial(call_ranks, group, name) for name, group in groups.items()}
+
+
+def build_checkpointer(
+    config: RunConfig, groups: Mapping[str, Call], prompts: str, events: EventLog | None = None
+) -> Checkpointer:
+    """What saves the run; ``prompts``: their fingerprint."""
+    ckpt, timeout_s = config.ckpt, config.train.step_timeout_s
+    best = (ckpt.best_metric_key, ckpt.keep_best)
+    return Checkpointer(config, groups, {"prompts": prompts}, timeout_s, events, best, ckpt.async_enable)
+
+
 def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
     """What writes the run folder: metrics, events, completions, the figure."""
-    metrics = Path(required(config.logger.metrics_path, "logger.metrics_path"))
     resume_step = parts.resumed.step if parts.resumed is not None else 0
 
     def texts(token_ids: list[int]) -> list[str]:
         return parts.tokenizer.batch_decode([[token] for token in token_ids], clean_up_tokenization_spaces=False)
 
-    every = config.logger.samples_every
+    path = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("samples.jsonl")
+    every, groups = config.logger.samples_every, config.logger.samples_groups
     return StepRecorder(
-        metrics,
-        Path(required(config.logger.figure_path, "logger.figure_path")),
+        config,
         parts.steps if config.train.max_minutes is None else None,  # fewer, and nobody knows how many
+        resume_step,
+        parts.events,
+        f"{algorithm_name(config)}, {Path(policy_path(config)).name}",
         parts.prompts.skipped_overlong,
-        title=f"{algorithm_name(config)}, {Path(policy_path(config)).name}",
-        resume_step=resume_step,
-        label=config.training_label,
-        events=parts.events,
-        samples=SampleWriter(
-            metrics.with_name("samples.jsonl"), every, parts.steps, texts, config.logger.samples_groups, resume_step
-        ),
+        SampleWriter(path, every, parts.steps, texts, groups, resume_step),
     )
 
 

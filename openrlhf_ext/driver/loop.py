@@ -21,18 +21,18 @@ import torch
 
 from openrlhf_ext.algorithms import mean_entropies
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.driver.checkpoints import Arrays, Checkpointer, DriverState, groups_from_plain, plain_groups
 from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
 from openrlhf_ext.driver.evaluation import Evaluation, HeldOut, evaluation_metrics, weight_versions
 from openrlhf_ext.driver.experience import Experience, ExperienceMaker, sequences_of
 from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepProfiler
 from openrlhf_ext.driver.guard import Guard
-from openrlhf_ext.driver.records import StepRecorder
-from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts
+from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, groups_from_plain, plain_groups
 from openrlhf_ext.driver.settings import frozen_steps
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.ranks.policy import TrainingShard
 from openrlhf_ext.rollout.response import Response
+from openrlhf_ext.run.checkpoints import Arrays, Checkpointer, State
+from openrlhf_ext.run.records import StepRecorder
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
@@ -71,7 +71,7 @@ class TrainingLoop:
     _record: Mapping[str, float] = field(default_factory=dict, init=False)  # of the last step
     _no_gradient_said: bool = field(default=False, init=False)
     _evaluation: Evaluation | None = field(default=None, init=False)  # beside training
-    _finished: DriverState | None = field(default=None, init=False)  # after the last step that this process made
+    _finished: State | None = field(default=None, init=False)  # after the last step that this process made
 
     def run(self) -> None:
         """Trains until the prompts are used up or ``train.max_minutes`` have passed, with an evaluation before the
@@ -230,7 +230,7 @@ class TrainingLoop:
         if self.checkpointer is not None:
             self.checkpointer.poll()
 
-    def _state_to_save(self) -> tuple[dict[str, Any], Arrays]:
+    def _state_to_save(self) -> State:
         self.sharing.make_room_for_policy()
         return self.state()
 
@@ -364,7 +364,7 @@ class TrainingLoop:
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
-    def state(self) -> tuple[dict[str, Any], Arrays]:
+    def state(self) -> State:
         """What a resumed run has to know: plain values, and the arrays of the groups that wait for training."""
         rollouts, finished, in_flight = self.rollouts.snapshot()
         plain, arrays = plain_groups(finished)

@@ -10,13 +10,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import engine_entropies
-from openrlhf_ext.driver.checkpoints import write_hf
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.scoring import KLCoefficient, RewardScorer, Scorer, ValueTrainer
 from openrlhf_ext.driver.settings import (
@@ -30,7 +30,7 @@ from openrlhf_ext.driver.settings import (
     reward_settings,
     sync_settings,
 )
-from openrlhf_ext.driver.waits import Deadline
+from openrlhf_ext.driver.waits import Deadline, call_ranks
 from openrlhf_ext.fp8 import cuda_home
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_model_shape
@@ -39,6 +39,7 @@ from openrlhf_ext.ranks.auxiliary import CriticActor, FrozenActor, RewardActor
 from openrlhf_ext.ranks.policy import PolicyActor, SleepModes
 from openrlhf_ext.rewards.executor import make_executor
 from openrlhf_ext.rollout.probe import end_of_probe
+from openrlhf_ext.run.checkpoints import write_hf
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup, Reservation
@@ -339,7 +340,8 @@ class AuxiliaryModels:
         if self.critic is not None and config.critic.save_value_network:
             path = f"{config.ckpt.output_dir}_critic"
             logger.info("writing the critic to %s", path)
-            write_hf(self.critic, "critic", path, "ckpt.output_dir", config.train.step_timeout_s)
+            call, timeout_s = partial(call_ranks, self.critic, "critic"), config.train.step_timeout_s
+            write_hf(call, "critic", path, "ckpt.output_dir", timeout_s)
 
 
 def _start_critic(config: RunConfig, places: Reservation | None) -> RankGroup | None:

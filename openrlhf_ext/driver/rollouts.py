@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -455,3 +456,42 @@ class Rollouts:
 def sampling_of(config: RunConfig, temperature: float, top_p: float) -> Sampling:
     """How completions are sampled from this distribution."""
     return Sampling(temperature, top_p, config.rollout.max_new_tokens, config.data.max_len)
+
+
+# ---- groups that wait for training, in a checkpoint -----------------------------------------------------------------
+
+
+_ARRAYS = {
+    "tokens": ("tokens_S", np.int32), "logprobs": ("logprobs_T", np.float32), "entropies": ("entropies_T", np.float32),
+}  # fmt: skip
+"""Of a response: its attribute and type, by the name in a checkpoint."""
+
+
+def plain_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Groups as plain values, and their arrays, one response behind the other."""
+    parts: dict[str, list[np.ndarray]] = {name: [np.zeros(0, kind)] for name, (_, kind) in _ARRAYS.items()}
+
+    def plain(response: Response) -> dict[str, Any]:
+        values = dict(vars(response))
+        for name, (attribute, _) in _ARRAYS.items():
+            array = values.pop(attribute)
+            values[name] = None if array is None else len(array)
+            parts[name] += [] if array is None else [array]
+        return values
+
+    made = [{"prompt": vars(group.prompt), "responses": [*map(plain, group.responses)]} for group in groups]
+    return made, {name: np.concatenate(arrays) for name, arrays in parts.items()}
+
+
+def groups_from_plain(plain: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> list[Group]:
+    """The reverse of :func:`plain_groups`."""
+    used = dict.fromkeys(_ARRAYS, 0)
+
+    def response(values: dict[str, Any]) -> Response:
+        for name, (attribute, _) in _ARRAYS.items():
+            count, start = values.pop(name, None), used[name]  # earlier releases had fewer
+            used[name] += count or 0
+            values[attribute] = None if count is None else arrays[name][start : start + count]
+        return Response(**values)
+
+    return [Group(Prompt(**g["prompt"]), [response(dict(r)) for r in g["responses"]]) for g in plain]

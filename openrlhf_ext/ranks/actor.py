@@ -20,7 +20,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from openrlhf_ext.checkpoints import FileEntry, check_files, deal_files, read_manifest
+from openrlhf_ext.checkpoints import FileEntry, check_share
 from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
 from openrlhf_ext.checkpoints.store import write_receipt
 from openrlhf_ext.imports import without_collection
@@ -200,10 +200,7 @@ class TrainedActor(RankActor):
         return not absent_files(Path(path).parent, {Path(path).name: 0}, VISIBLE_S)
 
     def check_checkpoint(self, folder: str) -> list[str]:
-        """What is wrong with this rank's share of a checkpoint's files: together the ranks read all. Raises
-        CheckpointError."""
-        shares = deal_files(read_manifest(Path(folder)).files, dist.get_world_size())
-        return check_files(Path(folder), shares[dist.get_rank()])
+        return check_share(Path(folder), dist.get_rank(), dist.get_world_size())
 
     @phase("loading a checkpoint")
     def load_state(self, folder: str, name: str) -> None:

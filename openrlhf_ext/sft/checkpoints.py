@@ -1,107 +1,86 @@
-"""Checkpoints that a supervised run goes on from, in the form of ``megatron.checkpoint`` and of a run's folder."""
+"""What a driver's group of ranks is to ``run.checkpoints``, in a run without one: rank 0 calls, all ranks answer."""
 
 from __future__ import annotations
 
-import logging
-from importlib.metadata import version
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from openrlhf_ext.checkpoints import (
-    CheckpointError,
-    CheckpointStore,
-    FileEntry,
-    Manifest,
-    check_files,
-    deal_files,
-    read_manifest,
-    write_file,
-)
-from openrlhf_ext.checkpoints.files import read_plain, write_plain
-from openrlhf_ext.checkpoints.store import step_of
-from openrlhf_ext.config.sft import SupervisedConfig
-from openrlhf_ext.config.show import format_options
+from openrlhf_ext.checkpoints import CheckpointError, FileEntry, check_share
+from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
+from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.watchdog import wait_for_all
-from openrlhf_ext.redaction import redact
 
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
-_MODEL, _STATE, _CONFIG = "model", "controller.json", "config.yaml"
+_FAULTS = (CheckpointError, InputError, OSError)
 
 
-class Checkpoints:
-    """Those of ``ckpt.path``; ``examples``: fingerprint of the run's, whose order a place in the data is of."""
+class Ranks:
+    """All ranks of a run, ``policy`` is this rank's model once it is built."""
 
-    def __init__(self, config: SupervisedConfig, policy: MegatronPolicy, examples: str) -> None:
-        self.config, self.policy, self.examples = config, policy, examples
-        self.store = CheckpointStore(config.ckpt.path, config.ckpt.max_num, config.ckpt.max_mem * 1e9)
+    policy: MegatronPolicy
 
-    def resume(self) -> int:
-        """Loads the newest checkpoint, if ``ckpt.load_enable`` asks for it and there is one; the steps that were made.
-        Raises CheckpointError, on every rank: it is damaged, of another model, or of other examples."""
+    def led(self, act: Callable[[], T]) -> T:
+        """What ``act`` returns on rank 0; the other ranks answer its ``call``s until then. Raises CheckpointError, on
+        every rank: it did."""
+        told: tuple[str | None, Any, str] = (None, None, "")
         if dist.get_rank() == 0:
-            self.store.clean()
-            if not self.config.ckpt.load_enable and (aside := self.store.set_aside_all()) is not None:
-                logger.warning("checkpoints of an earlier run are moved to %s", aside)
-        wait_for_all()
-        newest = self.store.checkpoints()[-1:] if self.config.ckpt.load_enable else []
-        if not newest:
-            return 0
-        folder = newest[0]
-        shares = deal_files(read_manifest(folder).files, dist.get_world_size())
-        problems = self._everyones(check_files(folder, shares[dist.get_rank()]))
-        if problems:
-            raise CheckpointError(
-                f"{folder} is not usable:\n  " + "\n  ".join(problems) + "\nRemove the folder to go on from the "
-                "checkpoint before it"
-            )
-        if read_plain(folder / _STATE)["examples"] != self.examples:
-            raise CheckpointError(
-                f"{folder} was written by a run with other examples: the place in the data that it holds means nothing "
-                "for these. Resume with the same data.* options and unchanged files, or start a new run from its "
-                "weights with model.model_name_or_path and another ckpt.path"
-            )
-        load_checkpoint(self.policy, folder / _MODEL)
-        if dist.get_rank() == 0:
-            logger.info("resumed from %s", folder)
-        return step_of(folder)
+            try:
+                told = (None, act(), "")
+            except _FAULTS as error:
+                told = (None, None, str(error))
+        while (told := _from_first(told))[0] is not None:  # on rank 0 it is over
+            self._answer(told[0], told[1])
+        if told[2]:
+            raise CheckpointError(told[2])
+        return told[1]
 
-    def save(self, step: int, ends: bool) -> None:
-        """Writes the checkpoint of a step in the forms that are asked for; a run that ``ends`` early leaves one that it
-        can go on from. Raises CheckpointError."""
-        if not self.config.ckpt.disable_ds:
-            self._save_resumable(step)
-        if self.config.ckpt.save_hf and not ends:
-            self.policy.save_hf(f"{self.store.path_of(step)}_hf")
-        if dist.get_rank() == 0:
-            self.store.rotate()
-        wait_for_all()
+    def call(self, method: str, _: float, **arguments: Any) -> list:
+        """What one of the methods below returns on every rank; a ``run.checkpoints.Call``. Collectives have a deadline
+        of their own. Raises CheckpointError: a rank did."""
+        _from_first((method, arguments, ""))
+        answers = self._answer(method, arguments)
+        if faults := sorted({fault for _, fault in answers if fault}):
+            raise CheckpointError("; ".join(faults))
+        return [answer for answer, _ in answers]
 
-    def _save_resumable(self, step: int) -> None:
-        first = dist.get_rank() == 0
-        if first:
-            self.store.begin(step)
-        wait_for_all()
-        folder = self.store.path_of(step).with_name(f"global_step{step}.incomplete")
-        written = self._everyones(take_snapshot(self.policy, copy=False).write(folder, _MODEL))
-        if first:
-            state = {"step": step, "examples": self.examples}
-            entries: list[FileEntry] = [
-                write_plain(folder, _STATE, state),
-                write_file(folder, _CONFIG, [format_options(self.config).encode()]),
-                *written,
-            ]
-            self.store.commit(Manifest(step, tuple(entries), self._about()))
-        wait_for_all()
+    def _answer(self, method: str, arguments: dict[str, Any]) -> list[tuple[Any, str]]:
+        mine: tuple[Any, str]
+        try:
+            mine = (getattr(self, method)(**arguments), "")
+        except _FAULTS as error:
+            mine = (None, str(error))
+        wait_for_all()  # some read or write for longer than a collective may take
+        answers = [mine] * dist.get_world_size()
+        dist.all_gather_object(answers, mine)
+        return answers
 
-    def _about(self) -> dict[str, Any]:
-        versions = {name: version(name) for name in ("torch", "megatron-core", "safetensors")}
-        return {"model": redact(str(self.config.model.model_name_or_path)), "versions": versions}
+    # ---- what is called, as of ranks.actor.TrainedActor -------------------------------------------------------------
 
-    def _everyones(self, mine: list) -> list:
-        parts: list[list] = [[]] * dist.get_world_size()
-        dist.all_gather_object(parts, mine)
-        return [entry for part in parts for entry in part]
+    def sees(self, path: str) -> bool:
+        return not absent_files(Path(path).parent, {Path(path).name: 0}, VISIBLE_S)
+
+    def check_checkpoint(self, folder: str) -> list[str]:
+        return check_share(Path(folder), dist.get_rank(), dist.get_world_size())
+
+    def load_state(self, folder: str, name: str) -> None:
+        load_checkpoint(self.policy, Path(folder) / name)
+
+    def save_state(self, folder: str, name: str, background: bool) -> list[FileEntry]:
+        return take_snapshot(self.policy, copy=background).write(Path(folder), name)
+
+    def save_model(self, path: str) -> dict[str, int]:
+        return self.policy.save_hf(path)
+
+
+def _from_first(told: tuple[str | None, Any, str]) -> tuple[str | None, Any, str]:
+    """What rank 0 tells all ranks; it may have worked for longer than a collective may take."""
+    wait_for_all()
+    parts = [told]
+    dist.broadcast_object_list(parts, src=0)
+    return parts[0]

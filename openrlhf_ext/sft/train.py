@@ -11,6 +11,7 @@ import math
 import shutil
 import signal
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -28,10 +29,19 @@ from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
 from openrlhf_ext.megatron.step.schedule import sum_over_replicas
 from openrlhf_ext.megatron.watchdog import phase, start_watchdog, wait_for_all
 from openrlhf_ext.options import required
-from openrlhf_ext.sft.checkpoints import Checkpoints
+from openrlhf_ext.reporting import EventLog
+from openrlhf_ext.run.checkpoints import (
+    Checkpointer,
+    State,
+    check_shared_folders,
+    restore,
+    resumption,
+    write_hf,
+)
+from openrlhf_ext.run.records import SupervisedRecorder, about
+from openrlhf_ext.sft.checkpoints import Ranks
 from openrlhf_ext.sft.data import fingerprint, load_examples, read_examples, save_examples
 from openrlhf_ext.sft.loss import Answers, SupervisedLoss
-from openrlhf_ext.sft.records import Records
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +55,18 @@ def run_rank(config: SupervisedConfig) -> int:
     start_watchdog(timeout_s)
     with ExitStack() as stack:
         terminated = stack.enter_context(_termination())
-        with phase("reading the examples"):
-            examples, held_out = _shared_examples(config)
-        return Supervised(config, examples, held_out, terminated).run()
+        path = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("events.jsonl")
+        events = stack.enter_context(EventLog(path if dist.get_rank() == 0 else None, config.ckpt.load_enable))
+        events.note("start", **about(config))
+        try:
+            ranks = Ranks()
+            ranks.led(lambda: check_shared_folders(config, ranks.call, timeout_s))
+            with phase("reading the examples"):
+                examples, held_out = _shared_examples(config, ranks)
+            return Supervised(config, ranks, examples, held_out, events, terminated).run()
+        except Exception as error:
+            events.note("failure", error=str(error), traceback="".join(traceback.format_exception(error)))
+            raise
 
 
 @contextmanager
@@ -61,26 +80,25 @@ def _termination() -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _shared_examples(config: SupervisedConfig) -> tuple[SequenceBatch, SequenceBatch | None]:
+def _shared_examples(config: SupervisedConfig, ranks: Ranks) -> tuple[SequenceBatch, SequenceBatch | None]:
     """Rank 0 tokenizes; the others map what it wrote, on storage that all nodes share."""
     if dist.get_world_size() == 1:
         return read_examples(config)
     folder = Path(config.ckpt.output_dir) / ".examples"
-    if dist.get_rank() == 0:
+
+    def read() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         for name, examples in zip(("train", "held_out"), read_examples(config), strict=True):
             if examples is not None:
                 save_examples(folder, name, examples)
-    wait_for_all()  # it may read for longer than a collective may take
+
+    ranks.led(read)
     train, held_out = load_examples(folder, "train"), load_examples(folder, "held_out")
     wait_for_all()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)  # what is mapped stays readable
     if train is None:
-        raise CheckpointError(
-            f"rank 0 has written {folder}, which rank {dist.get_rank()} does not see: ckpt.output_dir must be on "
-            "storage that all nodes share"
-        )
+        raise CheckpointError(f"rank {dist.get_rank()} does not see what rank 0 has written to {folder}")
     return train, held_out
 
 
@@ -98,17 +116,24 @@ class Supervised:
     """A run; ``terminated`` holds SIGTERM once it came."""
 
     def __init__(
-        self, config: SupervisedConfig, examples: SequenceBatch, held_out: SequenceBatch | None, terminated: list[int]
-    ) -> None:
-        self.config, self.examples, self.held_out, self.terminated = config, examples, held_out, terminated
+        self, config: SupervisedConfig, ranks: Ranks, examples: SequenceBatch, held_out: SequenceBatch | None,
+        events: EventLog, terminated: list[int],
+    ) -> None:  # fmt: skip
+        self.config, self.ranks, self.examples, self.held_out = config, ranks, examples, held_out
+        self.events, self.terminated, self.last_evaluation = events, terminated, -1
         self.per_epoch = math.ceil(len(examples) / config.train.batch_size)
         self.steps = self.per_epoch * config.train.max_epochs
         with phase("building the model"):
-            self.policy = MegatronPolicy(settings(config, self.steps))
-        self.checkpoints = Checkpoints(config, self.policy, fingerprint(examples))
-        self.step = self.checkpoints.resume()
-        self.records = Records(config, self.steps, self.step) if dist.get_rank() == 0 else None
-        self.last_evaluation = -1
+            self.policy = ranks.policy = MegatronPolicy(settings(config, self.steps))
+        groups, data = {"model": ranks.call}, {"examples": fingerprint(examples)}
+        self.timeout_s = timeout_s = config.megatron.collective_timeout_s
+        with phase("loading the checkpoint"):
+            resumed = ranks.led(lambda: restore(config, groups, data, timeout_s, events))
+        self.step = 0 if resumed is None else resumed.step
+        first = dist.get_rank() == 0
+        self.recorder = SupervisedRecorder(config, self.steps, self.step, events) if first else None
+        self.checkpointer = Checkpointer(config, groups, data, timeout_s, events)
+        events.note("ready", steps=self.steps, processes={})
 
     def run(self) -> int:
         """0, or 143 after SIGTERM."""
@@ -128,13 +153,9 @@ class Supervised:
                 self._evaluate()
             self._finish()
             return 0
-        except Exception as error:
-            if self.records is not None:
-                self.records.failed(error)
-            raise
         finally:
-            if self.records is not None:
-                self.records.close()
+            if self.recorder is not None:
+                self.recorder.close()
 
     def _due(self, every: int, otherwise: int | None) -> bool:
         """Whether something is due after this step; ``otherwise``: how often without a number of steps."""
@@ -149,9 +170,9 @@ class Supervised:
             batch = self.examples.select(self._own(self.examples, rows))
             metrics = self.policy.train_step(batch, Answers(batch.responses, tokens), SupervisedLoss())
         self.step += 1
-        if self.records is not None:
+        if self.recorder is not None:
             total, seconds = int(self.examples.lengths_B[torch.tensor(rows)].sum()), time.perf_counter() - started
-            self.records.step(self.step, metrics, tokens, total, seconds)
+            self.recorder.step(self.step, metrics, tokens, total, seconds)
 
     def _rows(self, step: int) -> list[int]:
         """The examples of a step: every pass has an order of its own, which depends on the seed alone."""
@@ -177,8 +198,8 @@ class Supervised:
             own = self.held_out.select(self._own(self.held_out, list(range(len(self.held_out)))))
             total = self.policy.logprobs(own).logprobs_N.sum(dtype=torch.float64)
             loss = -float(sum_over_replicas(total, self.policy.device)) / int(self.held_out.counts_B.sum())
-        if self.records is not None:
-            self.records.evaluation(self.step, loss, time.perf_counter() - started)
+        if self.recorder is not None:
+            self.recorder.evaluation(self.step, loss, time.perf_counter() - started)
 
     def _someone_was_terminated(self) -> bool:
         """Whether any rank has got SIGTERM: all of them end after the same step."""
@@ -187,16 +208,18 @@ class Supervised:
         return bool(seen)
 
     def _save(self, ends: bool) -> None:
+        state: State = ({"step": self.step}, {})
         with phase("saving a checkpoint"):
-            self.checkpoints.save(self.step, ends)
-        if self.records is not None:
-            self.records.saved(self.step, ends)
+            if not ends:
+                self.ranks.led(lambda: self.checkpointer.save(self.step, *state))
+                return
+            self.ranks.led(lambda: self.checkpointer.save_before_the_end(state, self.timeout_s))
+        self.events.note("interrupted", signal="SIGTERM", checkpoint=self.config.ckpt.path)
+        logger.warning("SIGTERM: %s", resumption(self.config))
 
     def _finish(self) -> None:
-        path = self.config.ckpt.output_dir
+        path, folder = self.config.ckpt.output_dir, Path(str(self.config.logger.metrics_path)).parent
         with phase("writing the final checkpoint"):
-            self.policy.save_hf(path)
-            wait_for_all()
-        if self.records is not None:
-            self.records.finished(path)
-
+            self.ranks.led(lambda: write_hf(self.ranks.call, "policy", path, "ckpt.output_dir", self.timeout_s))
+        self.events.note("end", path=path, results={})
+        logger.info("the final checkpoint is in %s; openrlhf-ext report %s", path, folder)

@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 
-from openrlhf_ext.checkpoints import CheckpointError, FileEntry, check_files, deal_files, write_file
+from openrlhf_ext.checkpoints import CheckpointError, FileEntry, check_files, write_file
+from openrlhf_ext.checkpoints.files import deal_files
 
 
 def test_the_entry_says_what_sha256sum_says(tmp_path):

@@ -119,10 +119,10 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_never_half_the
     ("text", "words"),
     [
         (None, "holds no manifest.json: it is no resumable checkpoint of this program, or not a complete one"),
-        ("{", "manifest.json cannot be read"),
+        ("{", "manifest.json: not JSON"),
         ('{"format": "torch_dist", "version": 1}', "is of format 'torch_dist' version 1, this program reads"),
-        ('{"format": "openrlhf_ext checkpoint", "version": 1}', "is not a manifest of this program: KeyError"),
-        ("[1]", "is not a manifest of this program"),
+        ('{"format": "openrlhf_ext checkpoint", "version": 1}', "needs step, files, about"),
+        ("[1]", "must be a JSON object"),
     ],
 )
 def test_foreign_folders_are_refused_by_name(tmp_path, text, words):

@@ -18,8 +18,9 @@ import pytest
 from openrlhf_ext.checkpoints import CheckpointStore
 from openrlhf_ext.cli.train_ppo_ray import main
 from openrlhf_ext.config import ConfigError, RunConfig
-from openrlhf_ext.driver.guard import own_folders, run_with_restarts
+from openrlhf_ext.driver.guard import run_with_restarts
 from openrlhf_ext.locks import FolderLock
+from openrlhf_ext.run.checkpoints import own_folders
 from tests.e2e.jobs import Task
 from tests.patience import PATIENCE_S
 
@@ -141,4 +142,4 @@ def test_a_restart_goes_on_from_a_checkpoint_of_its_own_run_only(tmp_path, caplo
     assert seen == [(asked, before), (True, first), (True, [*first, "global_step51"])]
     aside = sorted(path.name for path in (tmp_path / "steps").glob("superseded.1/*"))
     assert aside == [] if asked else ["global_step49"]
-    assert ("ckpt.load_enable is off: they are moved to" in caplog.text) == (not asked)
+    assert ("ckpt.load_enable is off: moved to" in caplog.text) == (not asked)

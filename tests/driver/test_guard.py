@@ -50,7 +50,7 @@ def test_who_ended_the_driver_is_said_and_written_down(case, code, event, words,
     (told,) = events
     assert re.search(words, text) and (told.get("error") or told["why"]) in text, text
     if code == 143:
-        assert "to go on from the newest checkpoint in ckpt: the same command with --ckpt.load_enable" in text
+        assert "no checkpoint is in ckpt: the run has to begin again" in text
 
 
 def test_a_terminal_has_one_line_of_status_that_is_rewritten_and_gone_before_anything_else_is_shown(tmp_path):

@@ -14,11 +14,12 @@ from safetensors.numpy import save as save_arrays
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, check_files, read_manifest, write_file
 from openrlhf_ext.checkpoints.files import write_plain
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.driver import checkpoints, guard, job
-from openrlhf_ext.driver.checkpoints import plain_options
+from openrlhf_ext.driver import guard, job
 from openrlhf_ext.driver.data import PromptData
-from openrlhf_ext.driver.rollouts import Group, Prompt
+from openrlhf_ext.driver.rollouts import Group, Prompt, groups_from_plain, plain_groups
 from openrlhf_ext.reporting import EventLog
+from openrlhf_ext.run import checkpoints
+from openrlhf_ext.run.checkpoints import plain_options
 from tests.driver.simulated import response
 
 
@@ -28,22 +29,21 @@ def save(store: CheckpointStore, step: int) -> Path:
 
 
 @pytest.fixture
-def store(tmp_path, monkeypatch) -> CheckpointStore:
-    """Three checkpoints; the ranks that check them are one stand-in that checks everything."""
+def store(tmp_path) -> CheckpointStore:
     store = CheckpointStore(tmp_path, keep=9)
     for step in (1, 2, 10):
         save(store, step)
-
-    def call_ranks(group, who, method, timeout_s, *, folder, name=None):
-        assert (method, name) in (("check_checkpoint", None), ("load_state", "policy"))
-        return [check_files(Path(folder), read_manifest(Path(folder)).files)]
-
-    monkeypatch.setattr(checkpoints, "call_ranks", call_ranks)
     return store
 
 
+def call(method, timeout_s, *, folder, name=None):
+    """Ranks that are one, which checks everything."""
+    assert (method, name) in (("check_checkpoint", None), ("load_state", "policy"))
+    return [check_files(Path(folder), read_manifest(Path(folder)).files)]
+
+
 def find(store: CheckpointStore, fallback: bool) -> str:
-    return checkpoints.find_good(store, {"policy": None}, 1.0, fallback=fallback).name
+    return checkpoints.find_good(store, call, 1.0, fallback=fallback).name
 
 
 def truncate(path: Path) -> None:
@@ -69,7 +69,7 @@ def test_foreign_and_missing_manifests_are_damage_too(store):
     truncate(store.folder / "global_step1/manifest.json")
     with pytest.raises(CheckpointError, match=r"no checkpoint is usable") as error:
         find(store, fallback=True)
-    for words in ("of format 'x'", "holds no manifest.json", "cannot be read"):
+    for words in ("of format 'x'", "holds no manifest.json", "not JSON"):
         assert words in str(error.value)
 
 
@@ -94,21 +94,22 @@ def test_the_best_is_that_of_the_checkpoint_the_run_goes_on_from(tmp_path, store
     store.commit(Manifest(11, files, {"best": best}))
     store.mark_best({"step": 1, "metric": "eval/accuracy", "value": 0.1})
     ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
-    resumed = checkpoints.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": None})
+    resumed = checkpoints.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": call}, {}, 1.0, EventLog())
     assert resumed.step == 11 and store.best() == best and resumed.arrays["tokens"].tolist() == [0, 1, 2]
 
 
 def test_a_run_that_finds_no_checkpoint_is_told_where_an_earlier_start_has_put_them(tmp_path, store, caplog):
     ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
     aside = store.set_aside_all()
-    assert checkpoints.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": None}) is None
+    config = RunConfig().model_copy(update={"ckpt": ckpt})
+    assert checkpoints.restore(config, {"policy": call}, {}, 1.0, EventLog()) is None
     assert f"checkpoints of an earlier run are in {aside}: to go on from them, move them back" in caplog.text
 
 
 def test_a_checkpoint_of_an_earlier_release_is_refused_with_the_remedy(tmp_path, store):
     ckpt = RunConfig().ckpt.model_copy(update={"path": str(tmp_path), "load_enable": True})
     with pytest.raises(CheckpointError, match=r"global_step10 holds no groups.safetensors[\s\S]*Hugging Face form"):
-        checkpoints.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": None})
+        checkpoints.restore(RunConfig().model_copy(update={"ckpt": ckpt}), {"policy": call}, {}, 1.0, EventLog())
 
 
 # ---- the prompts
@@ -119,12 +120,11 @@ def test_other_prompts_are_refused():
         return PromptData(SimpleNamespace(prompts=list(prompts), labels=["x"] * len(prompts)), 0, []).fingerprint
 
     first = fingerprint("a", "b")
-    resumed = checkpoints.Resumed(Path("/runs/global_step3"), 3, {"prompts": first}, {})
-    checkpoints.check_prompts(None, first)
-    checkpoints.check_prompts(resumed, fingerprint("a", "b"))
+    folder, state = Path("/runs/global_step3"), {"prompts": first}
+    checkpoints.check_data(folder, state, {"prompts": fingerprint("a", "b")})
     for other in (fingerprint("b", "a"), fingerprint("a"), fingerprint("a", "c")):
         with pytest.raises(CheckpointError, match=r"/runs/global_step3 was written by a run with other prompts"):
-            checkpoints.check_prompts(resumed, other)
+            checkpoints.check_data(folder, state, {"prompts": other})
 
 
 def test_changed_options_are_named_and_immaterial_ones_not(caplog):
@@ -150,39 +150,38 @@ def test_passwords_are_neither_kept_nor_compared_nor_shown(caplog):
 # ---- storage
 
 
-def test_folders_that_a_rank_does_not_see_are_refused_before_training(tmp_path, monkeypatch):
+def test_folders_that_a_rank_does_not_see_are_refused_before_training(tmp_path):
     config = RunConfig()
     ckpt = {"output_dir": str(tmp_path / "out"), "path": str(tmp_path / "ckpt"), "save_steps": 5}
     config = config.model_copy(update={"ckpt": config.ckpt.model_copy(update=ckpt)})
     blind: dict[str, list[bool]] = {}
 
-    def call_ranks(group, who, method, timeout_s, *, path):
+    def call(method, timeout_s, *, path):
         assert (method, Path(path).stat().st_size) == ("sees", 0)
         return blind.get(Path(path).parent.name, [True, True])
 
-    monkeypatch.setattr(checkpoints, "call_ranks", call_ranks)
-    checkpoints.check_shared_folders(config, None)
+    checkpoints.check_shared_folders(config, call, 1.0)
     blind["out"] = [True, False]  # only rank 0 writes there
-    checkpoints.check_shared_folders(config, None)
+    checkpoints.check_shared_folders(config, call, 1.0)
     blind["ckpt"] = [True, False]
     with pytest.raises(CheckpointError, match=r"ckpt\.path must be on storage that all .* ranks \[1\]"):
-        checkpoints.check_shared_folders(config, None)
+        checkpoints.check_shared_folders(config, call, 1.0)
     blind["out"] = [False, True]
     with pytest.raises(CheckpointError, match=r"ckpt\.output_dir must be on storage that all .* ranks \[0\]"):
-        checkpoints.check_shared_folders(config, None)
+        checkpoints.check_shared_folders(config, call, 1.0)
     assert not list(tmp_path.rglob(".seen*"))
 
 
 def test_a_run_asks_before_it_trains(monkeypatch):
-    def refuse(config, policy):
-        raise CheckpointError(f"{policy} do not see it")
+    def refuse(config, call, timeout_s):
+        raise CheckpointError(f"{call.args[0]} do not see it")
 
-    monkeypatch.setattr(job, "prepare_folder", lambda config: None)
+    monkeypatch.setattr(job, "clean_up", lambda config: None)
     monkeypatch.setattr(job, "build_parts", lambda *_: SimpleNamespace(policy="the ranks"))
     monkeypatch.setattr(job, "check_shared_folders", refuse)
     monkeypatch.setattr(job, "build_loop", lambda *_: pytest.fail("the run went on"))
     with pytest.raises(CheckpointError, match="the ranks do not see it"):
-        job.train(None, None, None)
+        job.train(RunConfig(), None, None)
 
 
 # ---- the end
@@ -198,7 +197,7 @@ def test_a_run_that_ends_early_saves_if_it_should_and_closes_its_logs_while_its_
     loop = SimpleNamespace(
         run=run, save_before_the_end=lambda: told.append("save"), close_logs=lambda: told.append("close")
     )
-    for name in ("prepare_folder", "check_shared_folders"):
+    for name in ("clean_up", "check_shared_folders"):
         monkeypatch.setattr(job, name, lambda *_: None)
     monkeypatch.setattr(job, "build_parts", lambda *_: SimpleNamespace(policy=None, steps=1))
     monkeypatch.setattr(job, "build_loop", lambda *_: loop)
@@ -237,24 +236,26 @@ def test_a_run_that_starts_anew_moves_the_final_model_of_another_aside(tmp_path,
     for folder in (tmp_path / "out", tmp_path / "out_critic"):
         for name in (*model, "notes.txt"):
             write_file(folder, name, [name.encode()])
-    checkpoints.prepare_folder(RunConfig(ckpt=given))
+    with checkpoints.own_folders(RunConfig(ckpt=given)):
+        pass
     assert (tmp_path / "out/config.json").exists(), "a run that goes on replaces its own"
     saved.rename(tmp_path / "moved")  # there is nothing to go on from
     for number, load_enable in ((1, True), (2, False)):
-        checkpoints.prepare_folder(RunConfig(ckpt=given | {"load_enable": load_enable}))
+        with checkpoints.own_folders(RunConfig(ckpt=given | {"load_enable": load_enable})):
+            pass
         for folder in (tmp_path / "out", tmp_path / "out_critic"):
             aside = folder / f"superseded.{number}"
             assert sorted(p.name for p in aside.iterdir()) == sorted(model)
-            assert [p.name for p in folder.iterdir() if p.is_file()] == ["notes.txt"]
-            assert f"{folder} holds the final model of an earlier run, which is moved to {aside}" in caplog.text
+            assert {p.name for p in folder.iterdir() if p.is_file()} - {".lock"} == {"notes.txt"}
+            assert f"{folder} holds the final model of an earlier run: moved to {aside}" in caplog.text
             for name in model:
                 write_file(folder, name, [name.encode()])
 
 
 def test_completions_that_wait_for_a_reward_model_still_do_when_a_run_goes_on():
     made = dataclasses.replace(response("text", 3, 3), reward=None, score=None)
-    plain, arrays = checkpoints.plain_groups([Group(Prompt(5, "text", None), [made])])
-    (group,) = checkpoints.groups_from_plain(json.loads(json.dumps(plain)), arrays)
+    plain, arrays = plain_groups([Group(Prompt(5, "text", None), [made])])
+    (group,) = groups_from_plain(json.loads(json.dumps(plain)), arrays)
     (again,) = group.responses
     assert (again.reward, again.score, group.prompt.number) == (None, None, 5)
     assert np.array_equal(again.tokens_S, made.tokens_S) and np.array_equal(again.logprobs_T, made.logprobs_T)

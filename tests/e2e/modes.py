@@ -18,12 +18,12 @@ from openrlhf_ext import compat
 from openrlhf_ext.config import load_config
 from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import job, settings
-from openrlhf_ext.driver.checkpoints import restore
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.loop import TrainingLoop
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.rollout import launch
 from openrlhf_ext.rollout.engine import RolloutEngine
+from openrlhf_ext.run.checkpoints import restore
 from tests.e2e.jobs import Task
 from tests.patience import until
 
@@ -123,7 +123,7 @@ def main(folder: Path) -> None:
         parts = job.build_parts(base, session, EventLog())
         for name in RUNS:
             config = config_of(task, name)
-            resumed = restore(config, parts.trained)
+            resumed = restore(config, job.callers(parts.trained), {}, config.train.step_timeout_s, EventLog())
             strategy = compat.DriverStrategy(upstream_args(config))
             loop = job.build_loop(config, dataclasses.replace(parts, resumed=resumed, strategy=strategy))
             if name in TROUBLES:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from openrlhf_ext.cli import train_sft
 from openrlhf_ext.cli.report import main as report
 from openrlhf_ext.config.sft import load_supervised
+from openrlhf_ext.locks import FolderLock
 from tests.launch import launch
 from tests.models import make_tiny_policy
 from tests.patience import PATIENCE_S
@@ -52,11 +54,17 @@ class Task:
         } | {option.replace("__", "."): value for option, value in more.items()}  # fmt: skip
         return [word for option, value in given.items() for word in (f"--{option}", str(value))]
 
-    def train(self, ranks: int, *commands: list[str]) -> None:
-        assert launch("tests.sft.ranks", "train", ranks, commands=list(commands)) == [[0] * len(commands)] * ranks
+    def train(self, ranks: int, *commands: list[str]) -> str:
+        """What rank 0 says."""
+        found = launch("tests.sft.ranks", "train", ranks, commands=list(commands))
+        assert [codes for codes, _ in found] == [[0] * len(commands)] * ranks
+        return "\n".join(found[0][1])
 
     def metrics(self, name: str) -> list[dict]:
         return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+
+    def events(self, name: str) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / name / "events.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +120,11 @@ LAYOUTS = {
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_loss_steps_and_weights_are_those_of_transformers(task, truth, ranks):
     names = [f"layout{ranks}_{number}" for number in range(len(LAYOUTS[ranks]))]
-    task.train(ranks, *(task.words(name, **layout) for name, layout in zip(names, LAYOUTS[ranks], strict=True)))
-    for name in names:
+    saved = task.words("moved", ckpt__save_steps=4)
+    moved = [saved, [*saved, "--ckpt.load_enable", "--megatron.tensor_parallel_size", "2"]] if ranks > 1 else []
+    of_layouts = (task.words(name, **layout) for name, layout in zip(names, LAYOUTS[ranks], strict=True))
+    task.train(ranks, *of_layouts, *moved)
+    for name in [*names, *(["moved"] if moved else [])]:
         compare(task, name, *truth)
     page = task.folder / f"report{ranks}.html"
     assert report([str(task.folder / names[0]), "--output", str(page)]) == 0
@@ -152,13 +163,20 @@ RESUMED = {
 """Name: the step of the checkpoint, and options."""
 
 
-def test_a_resumed_run_ends_in_the_same_bits(task):
+def test_a_resumed_run_ends_in_the_same_bits(task, monkeypatch):
+    """The first from the checkpoint before the newest one, which is damaged; it began in the folder of another run."""
     whole = [task.words(f"{name}_whole", **more) for name, (_, more) in RESUMED.items()]
     saved = [
         task.words(f"{name}_saved", ckpt__save_steps=at, ckpt__save_hf=True, **more)
         for name, (at, more) in RESUMED.items()
     ]
-    task.train(1, *whole, *saved)
+    damaged = task.words("damaged", ckpt__save_steps=2, logger__tensorboard_dir=task.folder / "boards",
+                         logger__wandb__key="a-key", **RESUMED["bf16"][1])  # fmt: skip
+    (task.folder / "damaged").mkdir()
+    (task.folder / "damaged/model.safetensors").write_bytes(b"of an earlier run")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(task.folder))
+    task.train(1, *whole, *saved, damaged)
     wanted = {name: digest(task.folder / f"{name}_whole") for name in RESUMED}
     for name, (at, _) in RESUMED.items():
         folder = task.folder / f"{name}_saved"
@@ -167,11 +185,20 @@ def test_a_resumed_run_ends_in_the_same_bits(task):
             f"global_step{at}", f"global_step{at}_hf",
         ]  # fmt: skip
         (folder / "model.safetensors").unlink()
-    task.train(1, *(words + ["--ckpt.load_enable"] for words in saved))
-    for name in RESUMED:
-        assert digest(task.folder / f"{name}_saved") == wanted[name]
-        steps = [record["step"] for record in task.metrics(f"{name}_saved") if "loss/sft" in record]
+    newest = task.folder / "damaged/steps/global_step6/model/rank00000.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    again = [*damaged, "--ckpt.load_enable", "--ckpt.fallback_enable", "--train.max_tokens_per_gpu", "99"]
+    said = task.train(1, *(words + ["--ckpt.load_enable"] for words in saved), again)
+    for name, like in {"bf16_saved": "bf16", "fp8_saved": "fp8", "damaged": "bf16"}.items():
+        assert digest(task.folder / name) == wanted[like]
+        steps = [record["step"] for record in task.metrics(name) if "loss/sft" in record]
         assert steps == list(range(1, len(steps) + 1)), "the repeated steps are there once"
+    assert f"{newest} is truncated" in said and "going back to the checkpoint before it" in said
+    assert "resuming with another train.max_tokens_per_gpu: 99, it was 16192" in said
+    assert (task.folder / "damaged/superseded.1/model.safetensors").read_bytes() == b"of an earlier run"
+    assert [event["resume_step"] for event in task.events("damaged") if event["event"] == "resumed"] == [4]
+    assert list(task.folder.glob("boards/*/events.out.tfevents.*"))
+    assert list(task.folder.glob("wandb/offline-run-*/*.wandb"))
 
 
 def test_a_hub_name_is_downloaded_before_the_rules_are_asked(task, monkeypatch, capsys):
@@ -181,6 +208,22 @@ def test_a_hub_name_is_downloaded_before_the_rules_are_asked(task, monkeypatch, 
                                  "model.num_gpus_per_node": 3})  # fmt: skip
     assert train_sft.main(words) == 2
     assert "must divide the model's attention heads: got 3" in capsys.readouterr().err
+
+
+def test_states_that_no_gpu_holds_are_refused_and_nothing_is_said_of_engines(task, capsys):
+    assert train_sft.main(task.words("small", megatron__gpu_memory_gib=2)) == 2
+    said = capsys.readouterr().err
+    assert "1 problem" in said and "training takes 3.0 GiB before any activation" in said and "has 2.0" in said
+    assert "vllm" not in said and "actor." not in said
+    assert not (task.folder / "small").exists()
+
+
+def test_a_folder_of_another_run_is_refused(task, capsys):
+    with closing(FolderLock(task.folder / "locked", False, "")):
+        assert train_sft.main(task.words("locked", **{"model.num_gpus_per_node": 2})) == 2, "by the launching process"
+        assert train_sft.main(task.words("locked")) == 2
+    said = capsys.readouterr().err
+    assert said.count(f"- ckpt.output_dir and logger.metrics_path {task.folder / 'locked'} is in use by pid") == 2
 
 
 def test_a_rank_finds_the_environment_of_its_layers(task, monkeypatch):
@@ -197,7 +240,7 @@ def test_a_failure_is_an_event(task):
     argv = task.words("diverged", **{"adam.lr": 1e30, "max_norm": 0, "adam.eps": 1e-30})
     with pytest.raises(AssertionError, match="NonFiniteLogitsError"):
         task.train(1, argv)
-    events = [json.loads(line) for line in (task.folder / "diverged/events.jsonl").read_text().splitlines()]
+    events = task.events("diverged")
     assert events[-1]["event"] == "failure" and "NaN or infinite" in events[-1]["error"]
 
 
@@ -213,8 +256,8 @@ def test_the_command_starts_its_ranks_and_ends_with_a_checkpoint_at_sigterm(task
             time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=PATIENCE_S)[1]
-    assert process.returncode != 0 and "to go on from step" in said
-    events = [json.loads(line) for line in (task.folder / "command/events.jsonl").read_text().splitlines()]
+    assert process.returncode != 0 and "SIGTERM: to go on from" in said
+    events = task.events("command")
     assert [event["event"] for event in events][-2:] == ["checkpoint", "interrupted"]
     assert events[0]["layout"]["data"] == 2
     assert list((task.folder / "command/steps").glob("global_step*/manifest.json"))

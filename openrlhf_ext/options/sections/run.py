@@ -105,12 +105,8 @@ class Train(Section):
                 "them out, or set train.max_staleness to at least 1")
 
 
-class Ckpt(Section):
-    """What is kept on disk."""
-
-    needs = {"ckpt.save_steps!=-1 | ckpt.best_metric_key": ("save_hf", "max_num", "async_enable"),
-        "ckpt.best_metric_key": ("keep_best",),
-        "!ckpt.disable_ds": ("async_enable",), "ckpt.load_enable | train.max_restarts": ("fallback_enable",)}
+class Saved(Section):
+    """What is kept on disk, of any run."""
 
     save_steps: Interval = option(-1,
         "training steps between checkpoints that a run can resume from, -1 = none; the last weights are kept anyway")
@@ -126,11 +122,34 @@ class Ckpt(Section):
         "resume from the newest checkpoint in ckpt.path; without one the run starts from the beginning")
     fallback_enable: bool = added(False,
         "if the newest checkpoint is damaged, resume from the newest good one instead of stopping")
-    async_enable: bool = added(False,
-        "write checkpoints while training goes on, from a copy in host memory; one at a time")
     take_over_lock: bool = added(False,
         "start although ckpt.path, ckpt.output_dir or the run folder names a run on another host as its holder, "
         "because that run has ended")
+    output_dir: str = option("./ckpt", "folder of the final Hugging Face checkpoint, metrics and figures",
+        path="output")
+
+    @property
+    def saves(self) -> bool:
+        """Whether anything is saved before the end of a run."""
+        return self.save_steps != -1
+
+    def violations(self) -> Iterator[Violation]:
+        """Checkpoints that are asked for are of some form."""
+        if self.disable_ds and not self.save_hf and self.save_steps != -1:
+            yield Violation(("ckpt.save_steps", "ckpt.disable_ds", "ckpt.save_hf"),
+                f"ckpt.save_steps {self.save_steps} writes nothing: ckpt.disable_ds switches resumable checkpoints off "
+                "and ckpt.save_hf is off; drop ckpt.disable_ds or add --ckpt.save_hf")
+
+
+class Ckpt(Saved):
+    """What is kept on disk."""
+
+    needs = {"ckpt.save_steps!=-1 | ckpt.best_metric_key": ("save_hf", "max_num", "async_enable"),
+        "ckpt.best_metric_key": ("keep_best",),
+        "!ckpt.disable_ds": ("async_enable",), "ckpt.load_enable | train.max_restarts": ("fallback_enable",)}
+
+    async_enable: bool = added(False,
+        "write checkpoints while training goes on, from a copy in host memory; one at a time")
     grace_s: Float = added(20,
         "after SIGTERM: seconds in which the step under way may end and its checkpoint be written, before the run "
         "ends (docs/checkpoints.md); 0 = no checkpoint is written then", ge=0)
@@ -140,20 +159,10 @@ class Ckpt(Section):
         "reward/mean; empty = none are")
     keep_best: Int = added(1, "checkpoints that ckpt.best_metric_key keeps, the best of all evaluations or saved steps",
         ge=1)
-    output_dir: str = option("./ckpt", "folder of the final Hugging Face checkpoint, metrics and figures",
-        path="output")
 
     @property
     def saves(self) -> bool:
-        """Whether anything is saved before the end of a run."""
-        return self.save_steps != -1 or bool(self.best_metric_key)
-
-    def violations(self) -> Iterator[Violation]:
-        """Checkpoints that are asked for are of some form."""
-        if self.disable_ds and not self.save_hf and self.save_steps != -1:
-            yield Violation(("ckpt.save_steps", "ckpt.disable_ds", "ckpt.save_hf"),
-                f"ckpt.save_steps {self.save_steps} writes nothing: ckpt.disable_ds switches resumable checkpoints off "
-                "and ckpt.save_hf is off; drop ckpt.disable_ds or add --ckpt.save_hf")
+        return super().saves or bool(self.best_metric_key)
 
 
 class Wandb(Section):
@@ -225,12 +234,32 @@ class Profile(Section):
             yield Violation((name,), f"{name} must not end before it begins: got {self.steps}; swap the two")
 
 
-class Data(Section):
+class Texts(Section):
+    """Records whose texts are read."""
+
+    disable_fast_tokenizer: bool = option(False, "use the slow tokenizer")
+    input_template: str | None = option(None, "text around the prompt; {} stands for the prompt")
+
+    def unreadable(self, datasets: str, shares: str) -> Iterator[Violation]:
+        """The template puts the prompt somewhere; there is one share for each dataset, adding up to 1; both by name."""
+        if self.input_template is not None and not holds_prompt(self.input_template):
+            yield Violation(("data.input_template",),
+                "data.input_template must contain {}, where the prompt goes, and no other field (write {{ and }} for "
+                f"braces), or be null: got {self.input_template!r}")
+        paths, numbers = getattr(self, datasets), getattr(self, shares)
+        if paths is not None and numbers is not None:
+            yield from share_violations(f"data.{shares}", numbers, f"data.{datasets}", paths)
+
+    def cautions(self) -> Iterator[str]:
+        if "\\n" in (self.input_template or ""):
+            yield "data.input_template contains a backslash and an n: write a line break ($'\\n' in bash)"
+
+
+class Data(Texts):
     """Prompts."""
 
     needs = {"!data.apply_chat_template": ("input_template",)}
 
-    disable_fast_tokenizer: bool = option(False, "use the slow tokenizer")
     dataloader_num_workers: Int = option(0, "processes that load prompts", ge=0, le=2**8)
     max_len: Int = option(2048, "longest sequence, prompt and response together, tokens", ge=2)
     max_samples: Int = option(int(1e8), "prompts used of the dataset", ge=1)
@@ -241,7 +270,6 @@ class Data(Section):
     prompt_split: str = option("train", "split of data.prompt_dataset")
     input_key: str = option("input", "key of the prompt in a record")
     label_key: str | None = option(None, "key of the reference answer in a record; null = no label")
-    input_template: str | None = option(None, "text around the prompt; {} stands for the prompt")
     apply_chat_template: bool = option(False, "put prompts through the tokenizer's chat template")
     image_key: str = not_yet("images", "key of images in a record", **_IMAGES)
     max_images_per_prompt: Int = not_yet(0, "images per prompt", **_IMAGES)
@@ -249,18 +277,7 @@ class Data(Section):
         "prompts that leave no room for rollout.max_new_tokens within data.max_len: count and skip, or stop")
 
     def violations(self) -> Iterator[Violation]:
-        """The template puts the prompt somewhere; there is one share for each dataset, adding up to 1."""
-        if self.input_template is not None and not holds_prompt(self.input_template):
-            yield Violation(("data.input_template",),
-                "data.input_template must contain {}, where the prompt goes, and no other field (write {{ and }} for "
-                f"braces): got {self.input_template!r}")
-        if self.prompt_dataset is not None and self.prompt_probs is not None:
-            of = "data.prompt_dataset"
-            yield from share_violations("data.prompt_probs", self.prompt_probs, of, self.prompt_dataset)
-
-    def cautions(self) -> Iterator[str]:
-        if "\\n" in (self.input_template or ""):
-            yield "data.input_template contains a backslash and an n: write a line break ($'\\n' in bash)"
+        yield from self.unreadable("prompt_dataset", "prompt_probs")
 
 
 def holds_prompt(template: str, marker: str = "<the prompt>") -> bool:

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from openrlhf_ext.options import Float, Int, Section, Violation, added, no_meaning, not_yet, option
 from openrlhf_ext.options.sections.models import Adam, DeepSpeedTraining
-from openrlhf_ext.options.sections.run import Interval, Records, Wandb, holds_prompt, share_violations
+from openrlhf_ext.options.sections.run import Interval, Records, Saved, Texts, Wandb
 
 # an option has its default, its meaning and its bounds, as in a table
 # fmt: off
@@ -32,7 +32,7 @@ class Model(Section):
         why="only dense models are built", instead="set it to 0")
 
 
-class SupervisedData(Section):
+class SupervisedData(Texts):
     """Examples: prompts with answers, or chats."""
 
     needs = {"data.apply_chat_template": ("tokenizer_chat_template",), "!data.apply_chat_template": ("input_template",),
@@ -57,25 +57,15 @@ class SupervisedData(Section):
     apply_chat_template: bool = option(False, "put examples through the tokenizer's chat template")
     tokenizer_chat_template: str | None = option(None, "chat template instead of the tokenizer's own")
     multiturn: bool = option(False, "train on every message of the assistant in a chat instead of the last one")
-    disable_fast_tokenizer: bool = option(False, "use the slow tokenizer")
     dataloader_num_workers: Int = no_meaning(0, "processes that load examples",
         why="examples are tokenized once, before the first step", instead="leave it out")
 
     def violations(self) -> Iterator[Violation]:
-        if self.input_template is not None and not self.apply_chat_template and not holds_prompt(self.input_template):
-            yield Violation(("data.input_template",),
-                "data.input_template must contain {}, where the prompt goes, and no other field (write {{ and }} for "
-                f"braces), or be null: got {self.input_template!r}")
-        if self.dataset is not None and self.dataset_probs is not None:
-            yield from share_violations("data.dataset_probs", self.dataset_probs, "data.dataset", self.dataset)
+        yield from self.unreadable("dataset", "dataset_probs")
         if self.multiturn and not self.apply_chat_template:
             yield Violation(("data.multiturn", "data.apply_chat_template"),
                 "data.multiturn needs data.apply_chat_template, which says where a turn begins: got true and false; "
                 "switch it on")
-
-    def cautions(self) -> Iterator[str]:
-        if "\\n" in (self.input_template or ""):
-            yield "data.input_template contains a backslash and an n: write a line break ($'\\n' in bash)"
 
 
 class SupervisedTrain(Section):
@@ -111,30 +101,15 @@ class SupervisedEval(Section):
     split: str = option("train", "split of eval.dataset")
 
 
-class SupervisedCkpt(Section):
+class SupervisedCkpt(Saved):
     """What is kept on disk."""
 
-    needs = {"ckpt.save_steps!=-1": ("save_hf", "max_num", "max_mem")}
+    needs = {"ckpt.save_steps!=-1": ("save_hf", "max_num", "max_mem"), "ckpt.load_enable": ("fallback_enable",)}
 
-    save_steps: Interval = option(-1,
-        "optimizer steps between checkpoints that a run can resume from, -1 = none; the last weights are kept anyway")
     path: str = option("./ckpt/checkpoints_sft", "folder of the checkpoints, on storage that all nodes share",
         path="output")
-    save_hf: bool = option(False, "write the checkpoints of ckpt.save_steps in Hugging Face form too (weights only)")
-    disable_ds: bool = option(False, "write no checkpoints that a run can resume from, only those of ckpt.save_hf")
-    max_num: Int = option(3, "checkpoints of ckpt.save_steps kept; the oldest are deleted", ge=1)
-    max_mem: Float = option(int(1e8),
-        "disk space that resumable checkpoints may take, GB (1e9 bytes); the oldest are deleted, never the newest one",
-        gt=0)
-    load_enable: bool = option(False,
-        "resume from the newest checkpoint in ckpt.path; without one the run starts from the beginning")
-    output_dir: str = option("./ckpt", "folder of the final Hugging Face checkpoint, metrics and figure", path="output")
-
-    def violations(self) -> Iterator[Violation]:
-        if self.disable_ds and not self.save_hf and self.save_steps != -1:
-            yield Violation(("ckpt.save_steps", "ckpt.disable_ds", "ckpt.save_hf"),
-                f"ckpt.save_steps {self.save_steps} writes nothing: ckpt.disable_ds switches resumable checkpoints off "
-                "and ckpt.save_hf is off; drop ckpt.disable_ds or add --ckpt.save_hf")
+    max_mem: Float = option(int(1e8), "disk space that resumable checkpoints may take, GB (1e9 bytes); the oldest are "
+        "deleted, never the newest one", gt=0)
 
 
 class SupervisedWandb(Wandb):

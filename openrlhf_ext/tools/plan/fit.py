@@ -329,10 +329,8 @@ def _remedy(config: RunConfig, device: Device) -> str:
             said = ", ".join(f"{name} {count}" for name, count in counts.items())
             return f"no layout of these GPUs fits; {said} with {sizes} would do"
         factor *= 2
-    return (
-        "no layout fits, nor do more GPUs help: shorten data.max_len, add ds.enable_sleep and vllm.enable_sleep where "
-        f"GPUs are shared, or lower {SHARE}"
-    )
+    shared = f", add ds.enable_sleep and vllm.enable_sleep, or lower {SHARE}" if config.engines_share_gpus else ""
+    return f"no layout fits, nor do more GPUs help: shorten data.max_len{shared}"
 
 
 def _on_more(config: RunConfig, factor: int) -> dict[str, int]:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
-from openrlhf_ext.driver import records
-from openrlhf_ext.driver.records import StepRecorder
+from openrlhf_ext.config import RunConfig
 from openrlhf_ext.reporting import EventLog, read_metrics
 from openrlhf_ext.reporting.lines import read_lines
+from openrlhf_ext.run import records
+from openrlhf_ext.run.records import StepRecorder
+
+
+def config(folder: Path, **sections: dict) -> RunConfig:
+    paths = {"metrics_path": str(folder / "metrics.jsonl"), "figure_path": str(folder / "figure.png")}
+    return RunConfig(logger=paths, **sections)
 
 
 def test_emulated_fp8_stands_in_every_line_and_record(tmp_path, capsys, caplog):
     label = "FP8 blockwise e4m3 fp32, EMULATED"
-    recorder = StepRecorder(tmp_path / "metrics.jsonl", tmp_path / "figure.png", 2, 0, title="grpo, toy", label=label)
+    fp8 = {"enable": True, "emulate": True, "format": "e4m3"}
+    recorder = StepRecorder(config(tmp_path, fp8=fp8), 2, title="grpo, toy")
     engines = [{"generation_s": 1.0, "exposed_grading_s": 0.0}]
     evaluation = dict.fromkeys(("eval/accuracy", "eval/accuracy_stderr", "eval/samples"), 1.0)
     with caplog.at_level(logging.INFO, logger=records.__name__):
@@ -32,7 +40,7 @@ def test_a_figure_that_cannot_be_drawn_is_one_line_and_costs_the_run_nothing(tmp
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr("matplotlib.backends.backend_agg.FigureCanvasAgg.print_png", full)
-    recorder = StepRecorder(tmp_path / "metrics.jsonl", tmp_path / "figure.png", 1, 0)
+    recorder = StepRecorder(config(tmp_path), 1)
     recorder.step(1, {"time/step": 2.0, "tokens/generated": 10.0}, [{"generation_s": 1.0, "exposed_grading_s": 0.0}])
     recorder.close()
     assert caplog.messages.count(caplog.messages[0]) == 2, "by the thread and at the end"
@@ -47,9 +55,7 @@ def test_groups_that_were_dropped_or_late_are_events_of_their_step(tmp_path):
     for resume_step in (0, 10):
         path = tmp_path / f"events{resume_step}.jsonl"
         with EventLog(path) as events:
-            recorder = StepRecorder(
-                tmp_path / "metrics.jsonl", tmp_path / "figure.png", 4, 0, resume_step=resume_step, events=events
-            )
+            recorder = StepRecorder(config(tmp_path), 4, resume_step, events)
             for events.step, (filtered, late, trained_late) in enumerate(gone, start=resume_step + 1):
                 counts = {"groups/dropped_filtered": filtered, "groups/dropped_late": late}
                 logs = {"time/step": 2.0, "tokens/generated": 10.0, "groups/trained_late": trained_late, **counts}

@@ -1,0 +1,1 @@
+"""What runs with and without a driver share: their folders, checkpoints and records."""

@@ -1,0 +1,417 @@
+"""The folders of a run, its checkpoints while it trains, and going on from one: the ranks write their parts, whoever
+leads the run adds its own (the driver, or rank 0 where there is none).
+
+policy/, critic/ (model/): what ``megatron.checkpoint`` writes; controller.json: the state of who leads (place in the
+data, prompts in flight, KL coefficient, random states, ...); groups.safetensors: tokens and log-probs of the groups
+that are finished and not trained; config.yaml; manifest.json: size and SHA-256 of all of these.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import safetensors.numpy
+
+from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, read_manifest, write_file
+from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files, read_plain, write_plain
+from openrlhf_ext.checkpoints.store import MANIFEST, best_content, best_of, step_of
+from openrlhf_ext.config import ConfigError, RunConfig, format_config, value_of
+from openrlhf_ext.config.show import format_options
+from openrlhf_ext.inputs import InputError
+from openrlhf_ext.locks import FolderLock, LockError
+from openrlhf_ext.megatron.model.hf_files import finish_interrupted, set_aside_hf
+from openrlhf_ext.options import Violation
+from openrlhf_ext.options.table import Configuration, table_of
+from openrlhf_ext.redaction import redact
+from openrlhf_ext.reporting import EventLog
+
+if TYPE_CHECKING:
+    from openrlhf_ext.config.sft import SupervisedConfig
+
+logger = logging.getLogger(__name__)
+
+CONTROLLER = "controller.json"
+GROUPS = "groups.safetensors"
+CONFIG = "config.yaml"
+# options whose change between two parts of a run says nothing about the training
+_IMMATERIAL = ("ckpt.", "logger.", "profile.", "dry_run", "strict", "train.max_restarts", "train.step_timeout_s")
+
+Arrays = dict[str, np.ndarray]
+State = tuple[dict[str, Any], Arrays]
+"""Of who leads a run: plain values, and arrays by name."""
+Call = Callable[..., list]
+"""``call(method, timeout_s, **arguments)``: what a method returns on every rank of a group; raises what one raised."""
+
+
+# ---- folders --------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_store(config: RunConfig | SupervisedConfig) -> CheckpointStore:
+    """The folder that a run's checkpoints are kept in."""
+    return CheckpointStore(config.ckpt.path, config.ckpt.max_num, config.ckpt.max_mem * 1e9)
+
+
+@contextmanager
+def own_folders(config: RunConfig | SupervisedConfig) -> Iterator[None]:
+    """Holds the locks of everything that the run writes into and moves aside, restarts included. Nothing half-written
+    is in them, without ``ckpt.load_enable`` no checkpoint of an earlier run, and no final model unless the run goes
+    on. Raises ConfigError: another run has one of the folders, or one cannot be changed."""
+    faults, take_over = [], config.ckpt.take_over_lock
+    with ExitStack() as held:
+        for folder, options in _folders(config).items():
+            names = " and ".join(options)
+            try:
+                held.enter_context(closing(FolderLock(folder, take_over, "add --ckpt.take_over_lock")))
+            except LockError as error:
+                faults.append(Violation(options, f"{names} {folder} {error}, or give another {names}"))
+            except OSError as error:
+                faults.append(Violation(options, f"{names} {folder} cannot be locked: {error}; give another {names}"))
+        if faults:
+            raise ConfigError(faults)
+        try:
+            _make_ready(config, checkpoint_store(config))
+        except (OSError, InputError) as error:
+            options = ("ckpt.path", "ckpt.output_dir")
+            said = f"ckpt.path {config.ckpt.path} or ckpt.output_dir {config.ckpt.output_dir} cannot be used: {error}"
+            raise ConfigError([Violation(options, f"{said}; give another")]) from error
+        yield
+
+
+def _make_ready(config: RunConfig | SupervisedConfig, store: CheckpointStore) -> None:
+    """A run that goes on replaces its own final model."""
+    _finish_interrupted(config, store)
+    goes_on, moved = config.ckpt.load_enable, "%s holds %s of an earlier run%s: moved to %s"
+    if not goes_on and (aside := store.set_aside_all()) is not None:
+        logger.warning(moved, store.folder, "checkpoints", ", and ckpt.load_enable is off", aside)
+    if not (goes_on and store.checkpoints()):
+        for folder in (config.ckpt.output_dir, f"{config.ckpt.output_dir}_critic"):
+            if (aside := set_aside_hf(folder)) is not None:
+                logger.warning(moved, folder, "the final model", "", aside)
+
+
+def _folders(config: RunConfig | SupervisedConfig) -> dict[Path, tuple[str, ...]]:
+    """The folders, links resolved, and the options that name them."""
+    named = {"ckpt.path": Path(config.ckpt.path), "ckpt.output_dir": Path(config.ckpt.output_dir)}
+    if config.logger.metrics_path is not None:
+        named["logger.metrics_path"] = Path(config.logger.metrics_path).parent
+    folders: dict[Path, tuple[str, ...]] = {}
+    for option, folder in named.items():
+        folders[folder.resolve()] = (*folders.get(folder.resolve(), ()), option)
+    return folders
+
+
+def check_shared_folders(config: RunConfig | SupervisedConfig, call: Call, timeout_s: float) -> None:
+    """What the run will write can be seen by all that must: said at the start, not when the last weights are lost.
+    Raises CheckpointError: a folder here is not the one that the ranks see under its name."""
+    folders = {"ckpt.output_dir": config.ckpt.output_dir}
+    if config.ckpt.saves or config.ckpt.load_enable:
+        folders["ckpt.path"] = config.ckpt.path
+    for option, folder in folders.items():
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder, prefix=".seen-by-all-") as file:
+            seen = call("sees", timeout_s, path=file.name)
+        # Hugging Face checkpoints are written by rank 0, the others by all
+        blind = [rank for rank, sees in enumerate(seen) if not sees and (rank == 0 or option == "ckpt.path")]
+        if blind:
+            raise CheckpointError(
+                f"{option} must be on storage that all nodes share, the driver's too: a file that was just written to "
+                f"{folder} is not seen by the policy's ranks {blind}"
+            )
+
+
+def clean_up(config: RunConfig) -> None:
+    """Leaves nothing half-written; call it when every process of an attempt has ended, or before the first starts."""
+    store = checkpoint_store(config)
+    try:
+        _finish_interrupted(config, store)
+    except (OSError, InputError) as error:
+        logger.error("something half-written may be left in %s or %s: %s", store.folder, config.ckpt.output_dir, error)
+
+
+def _finish_interrupted(config: RunConfig | SupervisedConfig, store: CheckpointStore) -> None:
+    store.clean()
+    final = config.ckpt.output_dir
+    for folder in (Path(final), Path(f"{final}_critic"), *store.folder.glob("global_step*_hf")):
+        finish_interrupted(folder)
+
+
+# ---- saving ---------------------------------------------------------------------------------------------------------
+
+
+def write_hf(call: Call, who: str, path: str, option: str, timeout_s: float) -> None:
+    """Has a group write its model in Hugging Face form; ``option`` names the folder. Raises CheckpointError if rank 0
+    wrote to storage that is not seen here, RanksTimeoutError."""
+    sizes, *_ = call("save_model", timeout_s, path=path)
+    if absent := absent_files(Path(path), sizes, VISIBLE_S):
+        raise CheckpointError(
+            f"rank 0 of the {who} has written {path}, but the driver does not see {', '.join(absent)} there: the "
+            f"files are on the disk of rank 0's node. {option} must be on storage that all nodes and the driver share"
+        )
+
+
+@dataclass
+class _Pending:
+    """A checkpoint that the ranks are still writing; ``best``: the coming ``best.json`` if it is one of the best."""
+
+    step: int
+    started: float
+    best: dict[str, Any] | None
+
+
+class Checkpointer:
+    """Writes the checkpoints of one run. Of the ``groups`` that are trained the first is the policy's; ``data``: the
+    fingerprint of the run's, by what it is called. ``best``: the metric whose best checkpoints are kept, and how many.
+    """
+
+    def __init__(
+        self, config: RunConfig | SupervisedConfig, groups: Mapping[str, Call], data: Mapping[str, str],
+        timeout_s: float, events: EventLog | None = None, best: tuple[str, int] = ("", 1), background: bool = False,
+    ) -> None:  # fmt: skip
+        self._events, self.ckpt, self.groups, self.timeout_s = events or EventLog(), config.ckpt, groups, timeout_s
+        label = {"label": config.training_label} if config.training_label else {}
+        self.constants = {"options": plain_options(config), **data, **label}
+        self.text = format_config(config) if isinstance(config, RunConfig) else format_options(config)
+        self.best, self.background = best, background
+        self.store = checkpoint_store(config)
+        self._pending: _Pending | None = None
+
+    def after_step(
+        self, step: int, evaluation: Mapping[str, float] | None, state: Callable[[], State],
+        record: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        """Saves if the step is due, or if the evaluation of its weights, if there was one, is among the best so far;
+        ``state`` is called only then. ``record``: the step's own metrics, by which steps that are due are compared."""
+        self.finish(wait=False)
+        is_due = self.ckpt.save_steps != -1 and step % self.ckpt.save_steps == 0
+        best = self._best_with(step, {**(record or {} if is_due else {}), **(evaluation or {})})
+        if best is not None or is_due:
+            self.save(step, *state(), best=best)
+
+    def _best_with(self, step: int, measured: Mapping[str, float]) -> dict[str, Any] | None:
+        """What ``best.json`` will hold, if this step is one of the best that are kept."""
+        name, number = self.best
+        if not name or name not in measured:
+            return None
+        pending = None if self._pending is None else self._pending.best
+        before, value = best_of(pending or self.store.best(), name), float(measured[name])
+        # of equals the earlier one; a step that is made again takes its own place
+        kept = [pair for pair in before if pair[0] != step]
+        kept = sorted([*kept, (step, value)], key=lambda pair: (-pair[1], pair[0]))[:number]
+        return best_content(name, kept) if (step, value) in kept else None
+
+    def save(self, step: int, state: dict[str, Any], arrays: Arrays, best: dict[str, Any] | None = None) -> None:
+        """Writes the checkpoint of a step, in the forms that are asked for."""
+        if not self.ckpt.disable_ds:
+            self._save_resumable(step, state, arrays, best, self.background)
+        if self.ckpt.save_hf:
+            path = f"{self.store.path_of(step)}_hf"
+            write_hf(next(iter(self.groups.values())), "policy", path, "ckpt.path", self.timeout_s)
+        if best is not None and self.ckpt.disable_ds:
+            self.store.mark_best(best)
+        self.store.rotate()
+
+    def save_before_the_end(self, state: State, timeout_s: float) -> None:
+        """Makes sure that there is a checkpoint of the step of ``state``; nothing is written afterwards. Raises
+        RanksTimeoutError: the ranks needed more than ``timeout_s`` seconds."""
+        step, self.timeout_s = state[0]["step"], timeout_s
+        if self.ckpt.disable_ds:
+            logger.warning("no checkpoint is written: ckpt.disable_ds is set")
+            return
+        self.finish()
+        if not self.store.path_of(step).exists():
+            self._save_resumable(step, *state, best=None, background=False)
+            self.store.rotate()
+
+    def _save_resumable(
+        self, step: int, state: dict[str, Any], arrays: Arrays, best: dict[str, Any] | None, background: bool
+    ) -> None:
+        self.finish()
+        pending, folder = _Pending(step, time.monotonic(), best), self.store.begin(step)
+        try:
+            entries = [
+                write_plain(folder, CONTROLLER, {**state, **self.constants}),
+                write_file(folder, GROUPS, [safetensors.numpy.save(dict(arrays))]),
+                write_file(folder, CONFIG, [self.text.encode()]),
+            ]
+            parts: list[str] = []
+            for name, call in self.groups.items():
+                files = call("save_state", self.timeout_s, name=name, folder=str(folder), background=background)
+                parts += [f"{name}-{rank}" for rank in range(len(files))]
+                entries += [] if background else [entry for part in files for entry in part]
+            versions = {name: version(name) for name in ("torch", "megatron-core", "safetensors")}
+            manifest = Manifest(step, tuple(entries), {"versions": versions, "best": best or self.store.best()})
+            if background:
+                self.store.expect(manifest, parts)
+        except BaseException:
+            self.store.abandon(step)
+            raise
+        if background:
+            self._pending = pending
+            return
+        self.store.commit(manifest)
+        self._announce(pending, manifest)
+
+    def poll(self) -> None:
+        """Completes a checkpoint that was written in the background, if it is there; asks nobody."""
+        if self._pending is not None and (manifest := self.store.complete(self._pending.step)) is not None:
+            self._announce(self._pending, manifest)
+
+    def finish(self, wait: bool = True) -> None:
+        """Completes a checkpoint that is being written in the background, without ``wait`` only if all ranks are done;
+        either way it is an error if one could not write."""
+        self.poll()
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            if not all(done for call in self.groups.values() for done in call("has_saved", self.timeout_s, wait=wait)):
+                return
+            self.store.await_receipts(pending.step)
+        except BaseException:
+            self._pending = None
+            self.store.abandon(pending.step)
+            raise
+        self.poll()
+
+    def _announce(self, pending: _Pending, manifest: Manifest) -> None:
+        """What follows when a checkpoint is complete."""
+        self._pending = None
+        is_best = {}
+        if pending.best is not None:
+            self.store.mark_best(pending.best)
+            place, metric = [step for step, _ in best_of(pending.best)].index(pending.step), pending.best["metric"]
+            value = best_of(pending.best)[place][1]
+            said = "the best" if place == 0 else f"number {place + 1} of the best"
+            logger.info("step %d is %s so far: %s = %.4f", pending.step, said, metric, value)
+            is_best = {"best": {metric: value}}
+        self.store.rotate()
+        seconds, size = time.monotonic() - pending.started, manifest.size / 2**20
+        path = self.store.path_of(manifest.step)
+        logger.info("wrote the checkpoint %s (%.1f MiB, %.1f s)", path, size, seconds)
+        self._events.note("checkpoint", of_step=pending.step, path=str(path), mib=size, seconds=seconds, **is_best)
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+def plain_options(config: Configuration) -> dict[str, str]:
+    """Every option that is not a secret, as text by its name, without passwords of addresses."""
+    names = [name for name, option in table_of(type(config)).items() if not option.info.secret]
+    return {name: redact(repr(value_of(config, name))) for name in names}
+
+
+def report_changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Logs the options that differ from those of the run that wrote the checkpoint."""
+    before = {name: redact(value) for name, value in before.items()}  # an earlier release wrote passwords down
+    names = [n for n in sorted(now) if before.get(n) not in (None, now[n]) and not n.startswith(_IMMATERIAL)]
+    for name in names:
+        logger.warning("resuming with another %s: %s, it was %s", name, now[name], before[name])
+
+
+# ---- going on -------------------------------------------------------------------------------------------------------
+
+
+def resumption(config: RunConfig | SupervisedConfig) -> str:
+    """How a user goes on with a run that has ended early."""
+    newest = checkpoint_store(config).checkpoints()[-1:]
+    if not newest:
+        return f"no checkpoint is in {config.ckpt.path}: the run has to begin again"
+    return f"to go on from {newest[0]}: the same command with --ckpt.load_enable"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that this run goes on from, with the state of who led the run."""
+
+    folder: Path
+    step: int
+    state: Mapping[str, Any]
+    arrays: Arrays
+
+
+def restore(
+    config: RunConfig | SupervisedConfig, groups: Mapping[str, Call], data: Mapping[str, str], timeout_s: float,
+    events: EventLog,
+) -> Resumed | None:  # fmt: skip
+    """Loads the newest checkpoint into the ranks, if ``ckpt.load_enable`` asks for it and there is one. ``data`` as of
+    ``Checkpointer``. Raises CheckpointError: it is damaged (and ``ckpt.fallback_enable`` is off, or no other is good),
+    or does not fit."""
+    resumed = _restored(config, groups, data, timeout_s) if config.ckpt.load_enable else None
+    events.repeat_from(0 if resumed is None else resumed.step)
+    if resumed is not None:
+        logger.info("resumed from %s", resumed.folder)
+        events.note("resumed", resume_step=resumed.step, path=str(resumed.folder))
+    return resumed
+
+
+def _restored(
+    config: RunConfig | SupervisedConfig, groups: Mapping[str, Call], data: Mapping[str, str], timeout_s: float
+) -> Resumed | None:
+    store = checkpoint_store(config)
+    if not store.checkpoints():
+        logger.info("no checkpoint in %s yet: the run starts from the beginning", store.folder)
+        for folder in sorted({path.parent for path in store.folder.glob("superseded.*/global_step*")}):
+            logger.warning("checkpoints of an earlier run are in %s: to go on from them, move them back", folder)
+        return None
+    folder = find_good(store, next(iter(groups.values())), timeout_s, fallback=config.ckpt.fallback_enable)
+    if not (folder / GROUPS).is_file():
+        raise CheckpointError(
+            f"{folder} holds no {GROUPS}: it was written by an earlier release, whose place in the data means nothing "
+            "to this one. Start a new run from weights in Hugging Face form (ckpt.save_hf, ckpt.output_dir)"
+        )
+    state = read_plain(folder / CONTROLLER)
+    check_data(folder, state, data)
+    report_changed_options(state["options"], plain_options(config))
+    for name, call in groups.items():
+        if not (folder / name).is_dir():
+            raise CheckpointError(f"{folder} holds no {name}: it was written by a run without one")
+        call("load_state", timeout_s, folder=str(folder), name=name)
+    store.recover_best(folder)
+    return Resumed(folder, step_of(folder), state, safetensors.numpy.load_file(folder / GROUPS))
+
+
+def find_good(store: CheckpointStore, call: Call, timeout_s: float, *, fallback: bool) -> Path:
+    """The newest checkpoint whose files are all as they were written; the ranks share the reading. Raises
+    CheckpointError: the newest one is damaged and ``fallback`` is off, or all are."""
+    damaged = []
+    for folder in reversed(store.checkpoints()):
+        problems = _problems(folder, call, timeout_s)
+        if not problems:
+            return folder
+        damaged.append(f"{folder} is not usable:\n  " + "\n  ".join(problems))
+        if not fallback:
+            raise CheckpointError(
+                f"{damaged[0]}\nAdd --ckpt.fallback_enable to go back to the newest good checkpoint, or remove the "
+                "folder"
+            )
+        logger.error("%s\n  going back to the checkpoint before it", damaged[-1])
+    raise CheckpointError("no checkpoint is usable:\n" + "\n".join(damaged))
+
+
+def _problems(folder: Path, call: Call, timeout_s: float) -> list[str]:
+    try:
+        step = read_manifest(folder).step
+    except CheckpointError as error:
+        return [str(error)]
+    if step != step_of(folder):
+        return [f"its name says step {step_of(folder)}, its {MANIFEST} step {step}: rename it to global_step{step}"]
+    return [problem for part in call("check_checkpoint", timeout_s, folder=str(folder)) for problem in part]
+
+
+def check_data(folder: Path, state: Mapping[str, Any], data: Mapping[str, str]) -> None:
+    """Refuses a checkpoint whose run had other data. Raises CheckpointError: it had."""
+    if other := [what for what, fingerprint in data.items() if state[what] != fingerprint]:
+        raise CheckpointError(
+            f"{folder} was written by a run with other {other[0]}: the place in the data that it holds means nothing "
+            "for these. Resume with the same data.* options and unchanged files, or start a new run from its weights "
+            "with another ckpt.path"
+        )

@@ -1,0 +1,208 @@
+"""How a step is written down: metrics.jsonl, a line of progress, the figure; and what the first event of a run says."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from openrlhf_ext.checkpoints.store import step_of
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.config.show import shown_options
+from openrlhf_ext.config.upstream import namespace
+from openrlhf_ext.options import required
+from openrlhf_ext.patches.environment import machine
+from openrlhf_ext.reporting import (
+    EventLog,
+    MetricsWriter,
+    ProgressLine,
+    SampleWriter,
+    is_documented,
+    read_metrics,
+    write_figure,
+)
+from openrlhf_ext.reporting.progress import COLUMNS, PANELS, SUPERVISED, SUPERVISED_PANELS, Panel
+from openrlhf_ext.run.checkpoints import checkpoint_store
+
+if TYPE_CHECKING:
+    from openrlhf_ext.config.sft import SupervisedConfig
+
+logger = logging.getLogger(__name__)
+
+_FIGURE_EVERY_S = 10.0
+_DROPPED = ("filtered", "late")
+# names that losses use -> documented names
+_RENAMED = {"clip_fraction": "loss/clip_fraction"}
+
+
+def about(config: RunConfig | SupervisedConfig, **layout: int) -> dict[str, Any]:
+    """What the first event of a run says: options without secrets, versions, this machine, layout, resume step."""
+    sizes = config.layout
+    steps = [step_of(folder) for folder in checkpoint_store(config).checkpoints()] if config.ckpt.load_enable else []
+    return {
+        "options": shown_options(config),
+        "set": sorted(config.sources),
+        **machine(),
+        "layout": {
+            "ranks": sizes.world_size, "tensor": sizes.tensor_parallel_size, "pipeline": sizes.pipeline_parallel_size,
+            "context": sizes.context_parallel_size, "data": sizes.data_parallel_size, **layout,
+        },
+        "resume_step": max(steps, default=0),
+    }  # fmt: skip
+
+
+class Recorder:
+    """Writes the records of one run. The figure is redrawn by a background thread at most every ten seconds. Records of
+    steps after ``resume_step`` are of a run that is being repeated, and are moved aside; 0 = all are."""
+
+    columns: Sequence[Any] = COLUMNS
+    panels: Sequence[Panel] = PANELS
+
+    def __init__(
+        self, config: RunConfig | SupervisedConfig, total_steps: int | None, resume_step: int = 0,
+        events: EventLog | None = None, title: str = "",
+    ) -> None:  # fmt: skip
+        label = config.training_label
+        self.metrics_path = Path(required(config.logger.metrics_path, "logger.metrics_path"))
+        self.figure_path = Path(required(config.logger.figure_path, "logger.figure_path"))
+        self.title = ", ".join(part for part in (title, label) if part)
+        self.said_label = f", {label}" if label else ""
+        self.writer = MetricsWriter(self.metrics_path, resume_step, label=label)
+        self.progress = ProgressLine(total_steps, label=label, columns=self.columns)
+        self.events = events or EventLog()
+        self._drawing: threading.Thread | None = None
+        self._drawn_at = 0.0
+
+    def write(self, step: int, record: Mapping[str, float]) -> dict[str, float]:
+        """Writes and shows the record of one step, and returns it."""
+        written = self.writer.write(step, record)
+        self.progress.show(step, record)
+        self.draw()
+        return written
+
+    def draw(self, wait: bool = False) -> None:
+        """Redraws the figure, in the background unless ``wait``."""
+        if wait:
+            if self._drawing is not None:
+                self._drawing.join(timeout=60)
+            self._draw()
+            return
+        busy = self._drawing is not None and self._drawing.is_alive()
+        if busy or time.monotonic() - self._drawn_at < _FIGURE_EVERY_S:
+            return
+        self._drawn_at = time.monotonic()
+        self._drawing = threading.Thread(target=self._draw, name="figure", daemon=True)
+        self._drawing.start()
+
+    def _draw(self) -> None:
+        """A picture of what metrics.jsonl has is no reason to end a run, nor for a traceback of a thread."""
+        try:
+            write_figure(self.metrics_path, self.figure_path, self.title, self.panels)
+        except OSError as error:
+            logger.error("the figure %s could not be drawn: %s; metrics.jsonl has its numbers", self.figure_path, error)
+
+    def close(self) -> None:
+        """Draws the last figure and closes the files."""
+        self.draw(wait=True)
+        self.writer.close()
+
+
+class StepRecorder(Recorder):
+    """Of a run that samples: turns what a step returned into one documented record."""
+
+    def __init__(
+        self, config: RunConfig, total_steps: int | None, resume_step: int = 0, events: EventLog | None = None,
+        title: str = "", skipped_overlong: int = 0, samples: SampleWriter | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(config, total_steps, resume_step, events, title)
+        self.skipped_overlong, self.samples = skipped_overlong, samples
+        evaluated = read_metrics(self.metrics_path) if resume_step else []
+        self.last_evaluation = max((r["step"] for r in evaluated if "eval/accuracy" in r), default=-1)
+        # counts of an earlier part of a resumed run are not known: its first step says nothing
+        self._dropped = dict.fromkeys(_DROPPED, 0.0) if resume_step == 0 else {}
+
+    def step(self, step: int, logs: Mapping[str, float], engines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Writes the record of one step and returns it."""
+        record = step_record(logs, engines) | {"prompts/skipped_overlong": self.skipped_overlong}
+        self._note_groups(record)
+        self.write(step, record)
+        return record
+
+    def _note_groups(self, record: Mapping[str, float]) -> None:
+        """Events of the groups that were dropped since the last step, and of those that were trained late."""
+        now = {name: record[f"groups/dropped_{name}"] for name in _DROPPED if f"groups/dropped_{name}" in record}
+        more = {name: int(count - self._dropped.get(name, count)) for name, count in now.items()}
+        self._dropped = now
+        if any(more.values()):
+            self.events.note("groups_dropped", **more)
+        if late := int(record.get("groups/trained_late", 0)):
+            self.events.note("groups_late", count=late)
+
+    def evaluation(self, step: int, logs: dict[str, float]) -> None:
+        """Writes the record of an evaluation made after ``step`` steps."""
+        self.last_evaluation = step
+        self.writer.write(step, logs)
+        accuracy, error, samples = logs["eval/accuracy"], logs["eval/accuracy_stderr"], logs["eval/samples"]
+        self.events.note("evaluation", accuracy=accuracy, stderr=error, samples=samples)
+        said = "step %d: held-out accuracy %.3f +- %.3f (%d samples)%s"
+        logger.info(said, step, accuracy, error, samples, self.said_label)
+
+    def close(self) -> None:
+        super().close()
+        if self.samples is not None:
+            self.samples.close()
+
+
+def step_record(logs: Mapping[str, float], engines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """One step under the names of docs/metrics.md, from its ``logs`` and each engine's ``rollout_stats``; other numbers
+    go under ``algorithm/``."""
+    named = {_RENAMED.get(name, name): value for name, value in logs.items()}
+    record = {name if is_documented(name) else f"algorithm/{name}": value for name, value in named.items()}
+    record["time/generate"] = max(stats["generation_s"] for stats in engines)
+    record["time/grade"] = max(stats["exposed_grading_s"] for stats in engines)
+    busy = [stats["generation_s"] + stats["exposed_grading_s"] for stats in engines]
+    record["time/idle_engines"] = max(0.0, record["time/step"] - sum(busy) / len(busy))
+    record["throughput/tokens_per_second"] = record["tokens/generated"] / record["time/step"]
+    return record
+
+
+class SupervisedRecorder(Recorder):
+    """Of a supervised run, on its rank 0."""
+
+    columns, panels = SUPERVISED, SUPERVISED_PANELS
+
+    def __init__(self, config: SupervisedConfig, steps: int, resume_step: int, events: EventLog) -> None:
+        super().__init__(config, steps, resume_step, events)
+        self.every: int = config.logger.logging_steps
+        self.sinks: list[Any] = []
+        if config.logger.wandb.key or config.logger.tensorboard_dir:
+            from openrlhf_ext.compat import build_sinks  # late: most runs, and all other ranks, need no OpenRLHF
+
+            self.sinks = build_sinks(namespace(config.model_dump()))
+
+    def step(self, step: int, metrics: Mapping[str, float], trained: int, tokens: int, seconds: float) -> None:
+        """One optimizer step: ``trained`` of ``tokens`` tokens were trained on."""
+        self.events.step = step
+        record = self.write(step, {
+            **{"loss/sft" if name == "loss/policy" else name: value for name, value in metrics.items()},
+            "tokens/trained": trained, "throughput/train_tokens_per_second": tokens / seconds,
+            "time/train": seconds, "time/step": seconds,
+        })  # fmt: skip
+        if step % self.every == 0:
+            for sink in self.sinks:
+                sink.log_train(step, record)
+
+    def evaluation(self, step: int, loss: float, seconds: float) -> None:
+        logs = {"eval/loss": loss, "time/eval": seconds}
+        self.writer.write(step, logs)
+        for sink in self.sinks:
+            sink.log_eval(step, logs)
+        logger.info("step %d: held-out loss %.4f%s", step, loss, self.said_label)
+
+    def close(self) -> None:
+        super().close()
+        for sink in self.sinks:
+            sink.close()
