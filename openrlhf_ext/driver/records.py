@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from openrlhf_ext.reporting import (
     EventLog,
@@ -18,9 +18,6 @@ from openrlhf_ext.reporting import (
     read_metrics,
     write_figure,
 )
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
