@@ -27,6 +27,11 @@ def in_one_piece(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    with in_one_piece(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
 def aligned(rows: Sequence[Sequence[str]], pad: Callable[[str, int], str] = str.rjust) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(pad, row, widths)).rstrip() for row in rows]

@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import openrlhf_ext
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.config.file_rules import SOURCES
 from openrlhf_ext.config.files import inputs_of
 from openrlhf_ext.driver.cluster import TokenRefused, asks_for_token, check_token, count_gpus, living_nodes, node_label
 from openrlhf_ext.patches import status
@@ -43,10 +44,6 @@ _ANSWER_S = 180.0  # a node's first answer: it imports torch, perhaps from share
 _SEND_S = 1.0  # of the measurement between nodes
 _CHUNK = 1 << 20
 _CLOCK_S = 1.0
-_FILES = (
-    "data.prompt_dataset", "eval.dataset", "reward.remote_url", "eval.remote_url", "train.agent_func_path",
-    "algo.module_path",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class Places:
     @classmethod
     def of(cls, config: RunConfig) -> Places:
         """Those of a configuration; names that are no paths here (hubs, servers) are left out."""
-        read = [path for name in (*config.model_options, *_FILES) for path in inputs_of(config, name).split(",")]
+        read = [path for name in (*config.model_options, *SOURCES) for path in inputs_of(config, name).split(",")]
         shared = (config.ckpt.output_dir, config.ckpt.path)
         return cls(tuple(path for path in read if path and os.path.exists(path)), tuple(dict.fromkeys(shared)))
 

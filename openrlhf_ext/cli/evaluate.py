@@ -26,7 +26,7 @@ from typing import Any
 from openrlhf_ext.cli.main import CommandParser, at_least, positive, silence_libraries
 from openrlhf_ext.inputs import reading
 from openrlhf_ext.locks import FolderLock, LockError
-from openrlhf_ext.outputs import in_one_piece
+from openrlhf_ext.outputs import write_text
 from openrlhf_ext.rewards.grading import RewardFailureLimit, RewardImportError
 from openrlhf_ext.rollout.response import RolloutError
 from openrlhf_ext.tools.evaluate.problems import Store
@@ -236,20 +236,15 @@ def _write_results(request: Request, results: Sequence[EvaluationResult], text: 
     if arguments.json:
         options = {"options": vars(arguments) | {"n_samples": shown[0]["samples_per_prompt"]}}
         kept = shown[0] if len(shown) == 1 else {"results": shown}
-        _write(Path(arguments.json), json.dumps({**kept, **options}, indent=2) + "\n")
+        write_text(Path(arguments.json), json.dumps({**kept, **options}, indent=2) + "\n")
         written.append(arguments.json)
     if request.out:
         lasting = [{name: value for name, value in each.items() if name != "seconds"} for each in shown]
-        _write(request.out / "results.json", json.dumps(lasting, indent=2) + "\n")
-        _write(request.out / "tables.md", text + "\n")
+        write_text(request.out / "results.json", json.dumps(lasting, indent=2) + "\n")
+        write_text(request.out / "tables.md", text + "\n")
         names = ", ".join(f"{task.name}.jsonl" for task in request.tasks)
         written.append(f"{request.out} (results.json, tables.md; every completion: {names})")
     return written
-
-
-def _write(path: Path, text: str) -> None:
-    with in_one_piece(path) as partial:
-        partial.write_text(text)
 
 
 def _print(text: str, file: Any = None) -> None:

@@ -20,7 +20,7 @@ from openrlhf_ext.cli.main import CommandParser, positive, silence_libraries
 from openrlhf_ext.config import ConfigError, RunConfig, load_config
 from openrlhf_ext.config.show import modeline
 from openrlhf_ext.inputs import InputError
-from openrlhf_ext.outputs import aligned
+from openrlhf_ext.outputs import aligned, write_text
 
 if TYPE_CHECKING:
     from openrlhf_ext.tools.plan.search import Candidate, Planner
@@ -52,18 +52,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if arguments.write:
         file = Path(arguments.write)
-        _write(file, modeline(file) + layout_file(planner, found[0], gpus, argv))
+        write_text(file, modeline(file) + layout_file(planner, found[0], gpus, argv))
     if arguments.json:
-        _write(Path(arguments.json), json.dumps(as_json(planner, found, gpus), indent=1) + "\n")
+        write_text(Path(arguments.json), json.dumps(as_json(planner, found, gpus), indent=1) + "\n")
     print("\n".join(plan_lines(planner, found, gpus)))
     if arguments.write:
         print(f"\nwritten: {arguments.write}; openrlhf-ext train --config RECIPE --config it")
     return 0
-
-
-def _write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
 
 
 def _load(words: list[str]) -> RunConfig:

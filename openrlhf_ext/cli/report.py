@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf_ext.cli.main import CommandParser, positive, silence_libraries
-from openrlhf_ext.outputs import in_one_piece
+from openrlhf_ext.outputs import write_text
 from openrlhf_ext.tools.report.page import read_runs, write_page
 
 
@@ -26,9 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = Path(arguments.output) if arguments.output else folders[0] / "report.html"
     try:
         runs = read_runs(folders)
-        page = write_page(runs, arguments.smooth)
-        with in_one_piece(output) as partial:  # a browser may have the old one open
-            partial.write_text(page, encoding="utf-8")
+        write_text(output, write_page(runs, arguments.smooth))
     except (ValueError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 2

@@ -7,28 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.options import is_set
+from openrlhf_ext.options import is_set, value_of
 from openrlhf_ext.options.sections.algo import CUSTOM
 from openrlhf_ext.options.sections.rollout import PenaltyFormula
 
 # OpenRLHF's flags that set an option of the estimator. They act only when given: their defaults are OpenRLHF's, an
 # estimator has defaults of its own (DAPO clips at 0.2/0.28, OpenRLHF at 0.2/0.2).
-FLAG_KEYS: dict[str, tuple[str, ...]] = {
-    "actor.eps_clip": ("clip_low", "clip_high"),
-    "actor.eps_clip_low_high": ("clip_low", "clip_high"),
-    "actor.dual_clip": ("dual_clip",),
-    "actor.loss_agg_mode": ("agg",),
-    "algo.advantage.no_std_norm": ("normalize_std",),
-    "algo.advantage.gamma": ("gamma",),
-    "algo.advantage.lambd": ("lambd",),
-    "actor.policy_loss_type": ("policy_loss_type",),
-    "reward.clip_range": ("reward_clip",),
-    "reward.stop_properly_penalty_coef": ("stop_properly",),
-    "reward.overlong_buffer_len": ("length_penalty",),
-    "reward.length_penalty.kind": ("length_penalty",),
-    "reward.length_penalty.grop_gamma1": ("grop_gamma1",),
-    "reward.length_penalty.grop_medium_else": ("grop_medium_else",),
-}
+_AS_IT_IS = {
+    "actor.dual_clip": "dual_clip", "actor.loss_agg_mode": "agg", "actor.policy_loss_type": "policy_loss_type",
+    "reward.clip_range": "reward_clip", "reward.stop_properly_penalty_coef": "stop_properly",
+}  # fmt: skip
+FLAGS = {
+    *_AS_IT_IS, "actor.eps_clip", "actor.eps_clip_low_high", "algo.advantage.no_std_norm", "algo.advantage.gamma",
+    "algo.advantage.lambd", "reward.overlong_buffer_len", "reward.length_penalty.kind",
+    "reward.length_penalty.grop_gamma1", "reward.length_penalty.grop_medium_else",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,21 +39,14 @@ def flag_options(config: RunConfig) -> Iterator[FlagOption]:
     if pair is not None:
         yield FlagOption("clip_low", pair[0], flag)
         yield FlagOption("clip_high", pair[1], flag)
-    if actor.dual_clip is not None:
-        yield FlagOption("dual_clip", actor.dual_clip, "actor.dual_clip")
-    if is_set(config, "actor.loss_agg_mode"):
-        yield FlagOption("agg", actor.loss_agg_mode, "actor.loss_agg_mode")
+    for flag, key in _AS_IT_IS.items():
+        if is_set(config, flag) and (value := value_of(config, flag)) is not None:
+            yield FlagOption(key, value, flag)
     if advantage.no_std_norm:
         yield FlagOption("normalize_std", False, "algo.advantage.no_std_norm")
     for key, readers in (("gamma", ("gae", "reinforce")), ("lambd", ("gae",))):
         if advantage.estimator in readers and is_set(config, f"algo.advantage.{key}"):
             yield FlagOption(key, getattr(advantage, key), f"algo.advantage.{key}")
-    if is_set(config, "actor.policy_loss_type"):
-        yield FlagOption("policy_loss_type", actor.policy_loss_type, "actor.policy_loss_type")
-    if reward.clip_range is not None:
-        yield FlagOption("reward_clip", reward.clip_range, "reward.clip_range")
-    if reward.stop_properly_penalty_coef is not None:
-        yield FlagOption("stop_properly", reward.stop_properly_penalty_coef, "reward.stop_properly_penalty_coef")
     if reward.overlong_buffer_len is not None:
         yield FlagOption("length_penalty", _overlong_penalty(config), "reward.overlong_buffer_len")
     yield from _length_penalty(config)

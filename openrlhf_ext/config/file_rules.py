@@ -44,7 +44,7 @@ _OUTPUTS = {
     "logger.figure_path": False,
 }  # fmt: skip
 _BESIDE_METRICS = ("events.jsonl", "samples.jsonl")  # written in the folder of logger.metrics_path
-_SOURCES = (
+SOURCES = (
     "data.prompt_dataset", "eval.dataset", "reward.remote_url", "eval.remote_url", "train.agent_func_path",
     "algo.module_path",
 )  # fmt: skip
@@ -238,21 +238,16 @@ def output_violations(config: RunConfig) -> Iterator[Violation]:
         yield from _writable_violations(output)
     if config.has_critic and config.critic.save_value_network:
         outputs.append(Output("critic.save_value_network", f"{config.ckpt.output_dir}_critic", True))
-    beside = list(_beside_metrics(config.logger.metrics_path))
+    folder = Path(str(config.logger.metrics_path)).parent
+    beside = [Output("logger.metrics_path", str(folder / name), False) for name in _BESIDE_METRICS]
     files = [output for output in outputs if not output.is_folder]
     yield from _reserved_violations(files, beside)
     outputs += beside
     models = _local((option, value_of(config, option)) for option in config.model_options)
     yield from _model_overlap_violations(outputs, models, config.ckpt.path)
-    sources = [(option, ref.path) for option in _SOURCES for ref in dataset_refs(inputs_of(config, option))]
+    sources = [(option, ref.path) for option in SOURCES for ref in dataset_refs(inputs_of(config, option))]
     yield from _source_overlap_violations(outputs, _local(sources))
     yield from _same_file_violations(files)
-
-
-def _beside_metrics(metrics_path: str | None) -> Iterator[Output]:
-    if metrics_path is not None:
-        for name in _BESIDE_METRICS:
-            yield Output("logger.metrics_path", str(Path(metrics_path).with_name(name)), False)
 
 
 def _reserved_violations(files: Sequence[Output], beside: Sequence[Output]) -> Iterator[Violation]:

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -222,10 +222,7 @@ def unknown_tokens(folder: str, policy_folder: str) -> str | None:
         policy, model = (_token_of_id(_tokenizer_json(path)) for path in paths)
     except InputError as error:
         return f"one cannot be read: {error}"
-    if not (differing := sorted(id_ for id_, token in policy.items() if model.get(id_) != token)):
-        return None
-    first = differing[0]
-    return f"{len(differing)} token ids mean different tokens, id {first} is {policy[first]!r} and {model.get(first)!r}"
+    return _id_difference(policy, policy, model)
 
 
 def _tokenizer_json(path: Path) -> dict[str, Any]:
@@ -236,13 +233,16 @@ def _tokenizer_json(path: Path) -> dict[str, Any]:
 
 def _vocabulary_difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
     mine, theirs = _token_of_id(one), _token_of_id(other)
-    if differing := sorted(id_ for id_ in mine.keys() | theirs.keys() if mine.get(id_) != theirs.get(id_)):
-        first = differing[0]
-        return (
-            f"{len(differing)} token ids mean different tokens, id {first} is {mine.get(first)!r} and "
-            f"{theirs.get(first)!r}"
-        )
+    if (difference := _id_difference(mine.keys() | theirs.keys(), mine, theirs)) is not None:
+        return difference
     return None if _merges(one) == _merges(other) else "they have the same tokens and other merges"
+
+
+def _id_difference(ids: Iterable[int], mine: dict[int, str], theirs: dict[int, str]) -> str | None:
+    if not (differing := sorted(id_ for id_ in ids if mine.get(id_) != theirs.get(id_))):
+        return None
+    return (f"{len(differing)} token ids mean different tokens, id {differing[0]} is {mine.get(differing[0])!r} and "
+        f"{theirs.get(differing[0])!r}")  # fmt: skip
 
 
 def _token_of_id(tokenizer: dict[str, Any]) -> dict[int, str]:

@@ -32,7 +32,9 @@ from openrlhf_ext.options import (
     value_text,
 )
 from openrlhf_ext.options.sections.algo import OPENRLHF, OPENRLHF_KL, OTHER_ESTIMATORS
-from openrlhf_ext.options.table import Configuration, OptionTable, UsageError, from_words, table_of
+from openrlhf_ext.options.sections.run import Ckpt
+from openrlhf_ext.options.sections.sft import SupervisedCkpt
+from openrlhf_ext.options.table import Configuration, OptionTable, UsageError, from_words
 
 COMMAND_LINE = "command line"
 C = TypeVar("C", bound=Configuration)
@@ -149,6 +151,11 @@ def read_yaml(path: str, table: OptionTable) -> tuple[list[Setting], list[Violat
         return [], [Violation((), f"--config {path} must hold a mapping of options (name: value), got {kind}")]
     reader = _YamlReader(path, loader, table)
     return list(reader.settings(root, "")), reader.violations
+
+
+def read_files(paths: Sequence[str], table: OptionTable) -> tuple[list[Setting], list[Violation]]:
+    found = [read_yaml(path, table) for path in paths]
+    return [one for settings, _ in found for one in settings], [one for _, broken in found for one in broken]
 
 
 def _yaml_fault(path: str, error: yaml.YAMLError) -> str:
@@ -312,15 +319,11 @@ def load_config(
         sys.stdout.write(format_help(line.help_filter, resolve_path(own_files[-1], "input") if own_files else None))
         raise SystemExit(0)
     settings = [found for name, value in (defaults or {}).items() for found in flattened(name, value, "default")]
-    violations = list(line.violations)
-    readable = True
-    for path in line.config_files:
-        found, broken = read_yaml(path, table)
-        settings += found
-        violations += broken
-        readable &= all(violation.options for violation in broken)
+    of_files, broken = read_files(line.config_files, table)
+    readable = all(violation.options for violation in broken)
     rules = [check_config if files else check_settings, *([more_rules] if more_rules is not None else [])]
-    return _build([*settings, *line.settings], violations, rules if readable else [], chosen, choice)
+    settings += [*of_files, *line.settings]
+    return _build(settings, [*line.violations, *broken], rules if readable else [], chosen, choice)
 
 
 def build_config(values: Mapping[str, Any], *, origin: str = "code", files: bool = True) -> RunConfig:
@@ -361,7 +364,7 @@ def _build(
     resolve_paths(draft)
     stand_in(draft)
     _share_gpus(draft)
-    _derive(draft.values)
+    derive_paths(draft.values, RunConfig().ckpt)
     config = typed(draft, RunConfig)
     if resolved := {name: value for name, value in _resolved_defaults(config) if not is_set(config, name)}:
         draft.values |= resolved
@@ -370,11 +373,7 @@ def _build(
         config._sources = draft.origins
         as_chosen(draft, choice(config))
         config = typed(draft, RunConfig)
-    for violation, is_fault in unsupported(config, draft.origins):
-        if is_fault:
-            draft.violations.append(violation)
-        else:
-            draft.lines.append(violation.message)
+    note_unsupported(draft, config)
     if config.strict:
         draft.violations += [Violation((), line) for line in draft.lines]
     config._sources = draft.origins
@@ -514,10 +513,11 @@ def _path_fault(parts: Iterable[str]) -> str | None:
     return None
 
 
-def _derive(values: dict[str, Any]) -> None:
-    output_dir = values.get("ckpt.output_dir") or resolve_path(RunConfig().ckpt.output_dir, "output")
+def derive_paths(values: dict[str, Any], default: Ckpt | SupervisedCkpt) -> None:
+    """Paths that follow from others, or from the current directory."""
+    output_dir = values.get("ckpt.output_dir") or resolve_path(default.output_dir, "output")
     values.setdefault("ckpt.output_dir", output_dir)
-    values.setdefault("ckpt.path", resolve_path(RunConfig().ckpt.path, "output"))
+    values.setdefault("ckpt.path", resolve_path(default.path, "output"))
     for name, leaf in (("logger.metrics_path", "metrics.jsonl"), ("logger.figure_path", "training.png")):
         if values.get(name) is None:
             values[name] = os.fspath(Path(str(output_dir)) / leaf)
@@ -562,9 +562,12 @@ def _value_hint(option: Option, value: Any) -> str:
     return ""
 
 
-def unsupported(config: Configuration, origins: Mapping[str, str]) -> Iterable[tuple[Violation, bool]]:
+def note_unsupported(draft: Draft, config: Configuration) -> None:
     """Options that are not built, a fault each, and those that mean nothing here, a line each."""
-    for name, option in table_of(type(config)).items():
+    for name, option in draft.table.items():
         if option.unsupported is not None and not option.is_inert(value := value_of(config, name)):
-            said = option.unsupported.message(name, value_text(value), origins.get(name, "default"))
-            yield Violation((name,), said), option.unsupported.yet
+            said = option.unsupported.message(name, value_text(value), draft.origins.get(name, "default"))
+            if option.unsupported.yet:
+                draft.violations.append(Violation((name,), said))
+            else:
+                draft.lines.append(said)

@@ -477,10 +477,6 @@ def unused_modes(config: RunConfig) -> Iterator[str]:
         if is_set(config, name) and value_of(config, name) is not None and not config.train.dynamic_batch_enable:
             reason = "train.dynamic_batch_enable is off"
             yield no_effect(name, value_of(config, name), reason, "set train.dynamic_batch_enable, or leave it out")
-    if config.correction_level == "off":
-        for leaf in ("mode", "gating", "threshold"):
-            name = f"algo.advantage.is_correction_{leaf}"
-            yield from _idle(config, name, "algo.advantage.is_correction_level is off")
 
 
 def unused_models(config: RunConfig) -> Iterator[str]:

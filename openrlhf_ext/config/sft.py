@@ -6,7 +6,6 @@ import glob
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Literal
 
 from openrlhf_ext.config import precision
@@ -16,12 +15,13 @@ from openrlhf_ext.config.load import (
     Draft,
     as_chosen,
     collect,
+    derive_paths,
+    note_unsupported,
     read_command_line,
-    read_yaml,
+    read_files,
     resolve_paths,
     stand_in,
     typed,
-    unsupported,
 )
 from openrlhf_ext.config.model_rules import model_violations
 from openrlhf_ext.config.rules import check_sections, policy_layout, recomputation
@@ -167,24 +167,19 @@ def load_supervised(argv: Sequence[str], choice: Choice | None = None, more: Rul
     if line.help_filter is not None:
         sys.stdout.write(format_help(line.help_filter, table=table, usage=USAGE))
         raise SystemExit(0)
-    draft, settings = Draft(table, list(line.violations)), []
-    for path in line.config_files:
-        found, broken = read_yaml(path, table)
-        settings += found
-        draft.violations += broken
+    settings, broken = read_files(line.config_files, table)
+    draft = Draft(table, [*line.violations, *broken])
     collect(draft, [*settings, *line.settings])
     resolve_paths(draft)
     stand_in(draft)
-    _derive(draft)
+    derive_paths(draft.values, SupervisedCkpt())
+    if str(draft.values.get("model.gradient_checkpointing_enable")).lower() == "true":
+        draft.values.setdefault("megatron.recompute", "full")
     config = typed(draft, SupervisedConfig)
     if choice is not None and config.megatron.layout == "auto":
         as_chosen(draft, choice(config.policy))
         config = typed(draft, SupervisedConfig)
-    for violation, is_fault in unsupported(config, draft.origins):
-        if is_fault:
-            draft.violations.append(violation)
-        else:
-            draft.lines.append(violation.message)
+    note_unsupported(draft, config)
     found_sections = check_sections(config)
     broken_rules = [*found_sections.violations, *_violations(config, more)]
     draft.violations += [rule for rule in broken_rules if draft.tainted.isdisjoint(rule.options)]
@@ -193,17 +188,6 @@ def load_supervised(argv: Sequence[str], choice: Choice | None = None, more: Rul
     config._sources = draft.origins
     config._warnings = (*draft.lines, *found_sections.warnings)
     return config
-
-
-def _derive(draft: Draft) -> None:
-    """Defaults that follow from other options."""
-    output_dir = draft.values.setdefault("ckpt.output_dir", os.path.abspath(SupervisedCkpt().output_dir))
-    draft.values.setdefault("ckpt.path", os.path.abspath(SupervisedCkpt().path))
-    for name, leaf in (("logger.metrics_path", "metrics.jsonl"), ("logger.figure_path", "training.png")):
-        if draft.values.get(name) is None:
-            draft.values[name] = os.fspath(Path(str(output_dir)) / leaf)
-    if str(draft.values.get("model.gradient_checkpointing_enable")).lower() == "true":
-        draft.values.setdefault("megatron.recompute", "full")
 
 
 def _violations(config: SupervisedConfig, more: Rule | None) -> Iterator[Violation]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.config import precision
-from openrlhf_ext.config.estimator import FLAG_KEYS, algorithm_options
+from openrlhf_ext.config.estimator import FLAGS, algorithm_options
 from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.config.run_config import RunConfig, option_table
 from openrlhf_ext.config.upstream import DIFFERENCES
@@ -258,7 +258,7 @@ def _shown_values(config: Configuration) -> Iterator[tuple[str, str, str]]:
     for name, option in table_of(type(config)).items():
         if option.unsupported is not None or name.startswith("dry_run"):
             continue
-        if (name in FLAG_KEYS or name in _MATTER_WHEN_SET) and not is_set(config, name):
+        if (name in FLAGS or name in _MATTER_WHEN_SET) and not is_set(config, name):
             continue
         value = value_of(config, name)
         if option.arity == "open":

@@ -281,12 +281,24 @@ class AuxiliaryModels:
         policy's places."""
         from openrlhf_ext.driver.placement import reserve
 
-        frozen = {model.name: _start_frozen(config, model) for model in frozen_models(config) if model.ranks}
+        def ranks(actor: type, what: str, layout: ParallelLayout, places: Reservation | None = None) -> RankGroup:
+            own = places or reserve(layout.world_size, config.vllm.start_timeout_s, f"the {what}'s ranks")
+            tensor = layout.tensor_parallel_size
+            return _start_ranks(actor, own, layout, tensor, tensor * layout.context_parallel_size)
+
+        frozen = {
+            model.name: ranks(FrozenActor, model.name, config.layout_on(model.ranks))
+            for model in frozen_models(config)
+            if model.ranks
+        }
         places = policy_places if config.train.colocate_all else None
         if config.critic_shares_with_reward:
             what = "critic and reward model"
             places = reserve(config.critic_ranks, config.vllm.start_timeout_s, what, shared=True)
-        return cls(_start_critic(config, places), _start_reward(config, places), frozen)
+        critic = ranks(CriticActor, "critic", config.critic_layout, places) if config.has_critic else None
+        of_reward = config.layout_on(config.reward_ranks)
+        reward = ranks(RewardActor, "reward model", of_reward, places) if config.has_reward_model else None
+        return cls(critic, reward, frozen)
 
     def initialize(self, config: RunConfig, session: RaySession, steps: int, deadline: Deadline) -> None:
         policy = policy_settings(config, steps)
@@ -342,34 +354,6 @@ class AuxiliaryModels:
             logger.info("writing the critic to %s", path)
             call, timeout_s = partial(call_ranks, self.critic, "critic"), config.train.step_timeout_s
             write_hf(call, "critic", path, "ckpt.output_dir", timeout_s)
-
-
-def _start_critic(config: RunConfig, places: Reservation | None) -> RankGroup | None:
-    if not config.has_critic:
-        return None
-    return _start_auxiliary(CriticActor, config, "the critic's ranks", config.critic_layout, places)
-
-
-def _start_reward(config: RunConfig, places: Reservation | None) -> RankGroup | None:
-    if not config.has_reward_model:
-        return None
-    layout = config.layout_on(config.reward_ranks)
-    return _start_auxiliary(RewardActor, config, "the reward model's ranks", layout, places)
-
-
-def _start_frozen(config: RunConfig, model: FrozenModel) -> RankGroup:
-    layout = config.layout_on(model.ranks)
-    return _start_auxiliary(FrozenActor, config, f"the {model.name}'s ranks", layout)
-
-
-def _start_auxiliary(
-    actor: type, config: RunConfig, what: str, layout: ParallelLayout, places: Reservation | None = None
-) -> RankGroup:
-    from openrlhf_ext.driver.placement import reserve
-
-    places = places or reserve(layout.world_size, config.vllm.start_timeout_s, what)
-    tensor = layout.tensor_parallel_size
-    return _start_ranks(actor, places, layout, tensor, tensor * layout.context_parallel_size)
 
 
 def _kl_coefficient(config: RunConfig) -> KLCoefficient | None:

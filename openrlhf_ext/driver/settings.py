@@ -114,30 +114,22 @@ def reward_path(config: RunConfig) -> str:
 def critic_settings(config: RunConfig, policy: ModelSettings, steps: int) -> ModelSettings:
     """What every critic rank gets: micro-batches, precision and seed of the policy; the rest is its own."""
     return dataclasses.replace(
-        policy,
-        model_path=critic_path(config),
-        layout=config.critic_layout,
-        megatron=config.critic_megatron,
-        converters=(),
-        optimizer=config.critic,
-        updates=optimizer_updates(config, steps),
-        host_copies={},
-        value_head=config.ds.value_head_prefix,
-        normalize_values=config.reward.normalize_enable,
-    )
+        _of_values(config, policy), model_path=critic_path(config), layout=config.critic_layout,
+        megatron=config.critic_megatron, optimizer=config.critic, updates=optimizer_updates(config, steps),
+    )  # fmt: skip
 
 
 def reward_settings(config: RunConfig, policy: ModelSettings) -> ModelSettings:
     """What every rank of the reward model gets: the policy's layout and precision, without FP8."""
+    layout = config.layout_on(config.reward_ranks)
+    return dataclasses.replace(_of_values(config, policy), model_path=reward_path(config), layout=layout)
+
+
+def _of_values(config: RunConfig, policy: ModelSettings) -> ModelSettings:
+    """The policy's with a value head in the place of what only a policy has."""
+    head, normalize = config.ds.value_head_prefix, config.reward.normalize_enable
     return dataclasses.replace(
-        policy,
-        model_path=reward_path(config),
-        layout=config.layout_on(config.reward_ranks),
-        converters=(),
-        optimizer=None,
-        host_copies={},
-        value_head=config.ds.value_head_prefix,
-        normalize_values=config.reward.normalize_enable,
+        policy, converters=(), optimizer=None, host_copies={}, value_head=head, normalize_values=normalize
     )
 
 

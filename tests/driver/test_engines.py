@@ -104,7 +104,7 @@ def test_every_prompt_is_answered_once_although_an_engine_dies(trouble: str, tmp
 
 
 def test_an_engine_that_hangs_is_replaced_and_the_phase_gets_its_time_anew() -> None:
-    deadline, hang_s = Deadline(), 8.0
+    deadline, hang_s = Deadline(), 4.0
     recovering = supervisor(FakePolicy(), hang_timeout_s=hang_s, deadline=deadline)
     with deadline.limit(PATIENCE_S, "waiting", "x"):
         begun = time.monotonic()

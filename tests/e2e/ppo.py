@@ -53,7 +53,7 @@ class AgentExecutor(AgentExecutorBase):
             "truncated": False, "extra_logs": {"turns": len(ranges)},
         }
 """
-ON_AGENT = {"reward__remote_url": "null", "reward__timeout_s": 15}
+ON_AGENT = {"reward__remote_url": "null", "reward__timeout_s": 5}
 ADAPTIVE_KL = {"algo__kl__init_coef": 0.05, "algo__kl__target": 0.01, "algo__kl__horizon": 100}
 IN_LOSS = {"algo__kl__init_coef": 0.1, "algo__kl__estimator": "k3", "algo__kl__use_loss": "true"}
 

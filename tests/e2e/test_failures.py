@@ -45,7 +45,7 @@ def test_a_failing_reward_function_stops_the_run_with_prompt_and_completion(tmp_
 
 
 def test_a_rank_that_hangs_ends_the_job_and_is_named(task, tmp_path):
-    job = Job(task.options(tmp_path.name, megatron__collective_timeout_s=20), tmp_path / "log")
+    job = Job(task.options(tmp_path.name, megatron__collective_timeout_s=10), tmp_path / "log")
     job.wait_for(FIRST_STEP)
     job.kill("ray::PolicyActor", signal.SIGSTOP)
     assert job.finish(SOONER_S) == 1

@@ -41,7 +41,7 @@ LAYOUTS = {
     "engines": {
         **ONE, "megatron__context_parallel_size": 2,
         "train__dynamic_batch_enable": True, "train__max_tokens_per_gpu": 100,
-        "vllm__num_engines": 2, "vllm__max_restarts": 2, "vllm__hang_timeout_s": 20,
+        "vllm__num_engines": 2, "vllm__max_restarts": 2, "vllm__hang_timeout_s": 10,
     },
 }  # fmt: skip
 
@@ -57,7 +57,7 @@ def test_every_layout_trains_alike(tmp_path):
         if name == "engines":
             kill_and_stop_engines(job, tmp_path)
         assert job.finish() == 0, job.text
-    assert "did not answer within 20 s: they hang" in (tmp_path / "engines.log").read_text()
+    assert "did not answer within 10 s: they hang" in (tmp_path / "engines.log").read_text()
     runs = {name: task.metrics(name) for name in LAYOUTS}
     for name, records in runs.items():
         restarts = [0, 1, 1] if name == "colocated" else [0, 1, 2]

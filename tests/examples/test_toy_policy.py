@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
 import subprocess
 import sys
 import unicodedata
+from contextlib import redirect_stderr, redirect_stdout
 from itertools import islice
 from pathlib import Path
 
@@ -19,23 +21,30 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.patience import PATIENCE_S
 
-TINY = toy_policy.PolicySettings(
-    hidden_size=32,
-    intermediate_size=32,
-    layers=1,
-    heads=1,
-    kv_heads=1,
-    knowledge_steps=24,
-    careless_steps=4,
-    batch_size=8,
-    lr=1e-2,
-)
+SHORT = toy_policy.PolicySettings(knowledge_steps=36, careless_steps=2)
 TOKENIZER = toy_policy.build_tokenizer()
 
 
 @pytest.fixture(scope="module")
-def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy_policy.cached_policy(tmp_path_factory.mktemp("cache"), TINY, heldout_size=4)
+def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], str, str]:
+    """A folder, the words by which the command was called there, and what it printed on both streams."""
+    folder = tmp_path_factory.mktemp("toy")
+    given = {"output_dir": folder / "policy", "data_dir": folder / "data", "cache_dir": folder / "cache", "threads": 1}
+    given |= {"knowledge_steps": SHORT.knowledge_steps, "careless_steps": SHORT.careless_steps}
+    given |= {"train_size": 20, "heldout_size": 8}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("OMP_NUM_THREADS", "DS_ACCELERATOR"):
+            patch.setenv(name, os.environ.get(name, ""))  # the command sets them; this restores them
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as error:
+            toy_policy.main(words)
+    return folder, words, out.getvalue(), error.getvalue()
+
+
+@pytest.fixture(scope="module")
+def short_policy(command: tuple[Path, list[str], str, str]) -> Path:
+    """In the command's cache."""
+    return command[0] / "cache" / f"toy_policy-{toy_policy.cache_key(SHORT)}"
 
 
 @given(text=st.text())
@@ -61,9 +70,9 @@ def test_the_chat_template_adds_nothing_to_a_question() -> None:
     assert TOKENIZER.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == "1+1=?"
 
 
-def test_transformers_loads_the_saved_policy_with_the_same_vocabulary(tiny_policy: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny_policy)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_policy)
+def test_transformers_loads_the_saved_policy_with_the_same_vocabulary(short_policy: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(short_policy)
+    tokenizer = AutoTokenizer.from_pretrained(short_policy)
     assert model.dtype == torch.float32
     assert tokenizer.get_vocab() == TOKENIZER.get_vocab()
     assert len(tokenizer) == model.config.vocab_size == model.get_input_embeddings().num_embeddings == 263
@@ -82,8 +91,8 @@ def test_default_architecture_suits_tensor_and_pipeline_parallel_ranks() -> None
     assert config.max_position_embeddings >= 2048
 
 
-def test_the_warm_start_is_two_supervised_runs_and_lowers_the_loss(tiny_policy: Path) -> None:
-    losses = json.loads((tiny_policy / toy_policy.MARKER).read_text())["losses"]
+def test_the_warm_start_is_two_supervised_runs_and_lowers_the_loss(short_policy: Path) -> None:
+    losses = json.loads((short_policy / toy_policy.MARKER).read_text())["losses"]
     assert list(losses) == ["correct", "careless"]
     assert losses["correct"][1] < 0.6 * losses["correct"][0] and losses["careless"][0] < 0.6 * losses["correct"][0]
 
@@ -108,19 +117,19 @@ def test_a_careless_teacher_without_slips_is_correct() -> None:
     assert toy_policy.careless_solution(problem, random.Random(0), 0.0) == problem.solution
 
 
-def test_accuracy_is_that_of_the_graded_samples(tiny_policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accuracy_is_that_of_the_graded_samples(short_policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problems = list(islice(toy_task.problem_stream(0, "heldout"), 4))
-    model = AutoModelForCausalLM.from_pretrained(tiny_policy)
+    model = AutoModelForCausalLM.from_pretrained(short_policy)
     assert toy_policy.sampled_accuracy(model, TOKENIZER, problems) == 0.0
     right = {problem.question: problem.solution.completion for problem in problems[:3]}
     monkeypatch.setattr(toy_policy, "_complete", lambda m, t, ps, greedy: [right.get(p.question, "?") for p in ps])
     assert toy_policy.sampled_accuracy(model, TOKENIZER, problems) == 0.75
 
 
-def test_a_second_call_trains_nothing(tiny_policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_call_trains_nothing(short_policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toy_policy, "_train_into", lambda *_: pytest.fail("trained again"))
-    assert toy_policy.cached_policy(tiny_policy.parent, TINY) == tiny_policy
-    assert toy_policy.cache_key(TINY) != toy_policy.cache_key(toy_policy.PolicySettings())
+    assert toy_policy.cached_policy(short_policy.parent, SHORT) == short_policy
+    assert toy_policy.cache_key(SHORT) != toy_policy.cache_key(toy_policy.PolicySettings())
 
 
 def test_an_interrupted_training_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,49 +139,43 @@ def test_an_interrupted_training_leaves_nothing_behind(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(toy_policy, "_train_into", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        toy_policy.cached_policy(tmp_path, TINY)
+        toy_policy.cached_policy(tmp_path, SHORT)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_losing_the_race_for_the_cache_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def train_while_another_finishes(draft: Path, *_: object) -> None:
-        for folder in (draft, tmp_path / f"toy_policy-{toy_policy.cache_key(TINY)}"):
+        for folder in (draft, tmp_path / f"toy_policy-{toy_policy.cache_key(SHORT)}"):
             folder.mkdir()
             (folder / toy_policy.MARKER).write_text("{}")
 
     monkeypatch.setattr(toy_policy, "_train_into", train_while_another_finishes)
-    assert (toy_policy.cached_policy(tmp_path, TINY) / toy_policy.MARKER).is_file()
+    assert (toy_policy.cached_policy(tmp_path, SHORT) / toy_policy.MARKER).is_file()
 
 
-def test_copies_replace_toy_policies_but_nothing_else(tiny_policy: Path, tmp_path: Path) -> None:
+def test_copies_replace_toy_policies_but_nothing_else(short_policy: Path, tmp_path: Path) -> None:
     for _ in range(2):
-        toy_policy.copy_policy(tiny_policy, tmp_path / "policy")
+        toy_policy.copy_policy(short_policy, tmp_path / "policy")
     assert (tmp_path / "policy" / "model.safetensors").is_file()
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "thesis.tex").write_text("years of work")
     with pytest.raises(FileExistsError, match="thesis|papers"):
-        toy_policy.copy_policy(tiny_policy, tmp_path / "papers")
+        toy_policy.copy_policy(short_policy, tmp_path / "papers")
     assert (tmp_path / "papers" / "thesis.tex").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["papers", "policy"]
 
 
 def test_the_command_writes_policy_and_problems_and_needs_no_torch_the_second_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: tuple[Path, list[str], str, str],
 ) -> None:
-    for name in ("OMP_NUM_THREADS", "DS_ACCELERATOR"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))  # the command sets them; this restores them
-    out, data = tmp_path / "policy", tmp_path / "data"
-    argv = ["--output_dir", str(out), "--data_dir", str(data), "--cache_dir", str(tmp_path / "cache"), "--threads", "1"]
-    argv += ["--knowledge_steps", "2", "--careless_steps", "1", "--train_size", "20", "--heldout_size", "8"]
-    toy_policy.main(argv)
-    told = capsys.readouterr()
-    assert "held-out accuracy" in told.out and told.err == "" and "WARNING" not in told.out, "only its own words"
-    assert json.loads((out / toy_policy.MARKER).read_text())["parameters"] == 855_936
-    assert len((data / "train.jsonl").read_text().splitlines()) == 20
-    assert len((data / "heldout.jsonl").read_text().splitlines()) == 8
-    folder = Path(toy_policy.__file__).parent
+    folder, words, out, error = command
+    assert "held-out accuracy" in out and error == "" and "WARNING" not in out, "only its own words"
+    assert json.loads((folder / "policy" / toy_policy.MARKER).read_text())["parameters"] == 855_936
+    assert len((folder / "data/train.jsonl").read_text().splitlines()) == 20
+    assert len((folder / "data/heldout.jsonl").read_text().splitlines()) == 8
     code = "import sys; sys.modules['torch'] = None; import toy_policy; toy_policy.main(sys.argv[1:])"
-    subprocess.run([sys.executable, "-c", code, *argv], cwd=folder, check=True, timeout=PATIENCE_S)
+    examples = Path(toy_policy.__file__).parent
+    subprocess.run([sys.executable, "-c", code, *words], cwd=examples, check=True, timeout=PATIENCE_S)
 
 
 def test_real_questions_fit(shared_data: Path) -> None:

@@ -188,10 +188,10 @@ def test_a_process_that_stands_still_ends_with_a_report() -> None:
         "import socket, time\n"
         "from openrlhf_ext.megatron.watchdog import Watchdog\n"
         "listener = socket.create_server(('127.0.0.1', 0))\n"
-        "monitor = Watchdog(listener, [listener.getsockname()], 0, timeout_s=9.0, stuck_s=3.0)\n"
-        "time.sleep(4)  # outside of a phase nobody is stuck\n"
+        "monitor = Watchdog(listener, [listener.getsockname()], 0, timeout_s=3.0, stuck_s=1.0)\n"
+        "time.sleep(1.5)  # outside of a phase nobody is stuck\n"
         "with monitor.phase('training step'):\n"
-        "    until = time.monotonic() + 4.0\n"
+        "    until = time.monotonic() + 1.5\n"
         "    while time.monotonic() < until:\n"
         "        time.sleep(0.1)\n"
         "        monitor.progress()  # slow, but going on\n"
@@ -201,7 +201,7 @@ def test_a_process_that_stands_still_ends_with_a_report() -> None:
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
     assert run.returncode == watchdog.EXIT_CODE and "not stuck" in run.stdout, run.stderr
     assert "rank 0 has stood still for" in run.stderr and "in 'training step', so it ends" in run.stderr
-    assert "(--megatron.collective_timeout_s is 9)" in run.stderr and "is at <module>" in run.stderr
+    assert "(--megatron.collective_timeout_s is 3)" in run.stderr and "is at <module>" in run.stderr
 
 
 def entry(group: str, number: int, state: str, p2p: int | None = None) -> dict:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from openrlhf_ext.megatron import watchdog
 from tests.patience import PATIENCE_S
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 2.0
 PATIENCE = timedelta(seconds=PATIENCE_S)  # for whatever is not the subject
 
 

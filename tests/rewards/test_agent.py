@@ -122,11 +122,11 @@ def test_an_agent_that_gives_no_response_leaves_its_last_turn(label: str, says: 
 
 
 def test_an_agent_that_hangs_passes_its_deadline_and_generation_does_not_count() -> None:
-    slow = FakeEngine(["ab", "cd$"] * 2, delay_s=3.2)
-    executor, (good, hung) = run("good", "hang", timeout_s=3.0, engine=slow)
+    slow = FakeEngine(["ab", "cd$"] * 2, delay_s=1.1)
+    executor, (good, hung) = run("good", "hang", timeout_s=1.0, engine=slow)
     assert good.reward == 1.5 and hung.reward == -1.0
     (message,) = executor.take_failures()
-    assert "for 3 s (--reward.timeout_s); it was here: " in message and "test_agent.py" in message, message
+    assert "for 1 s (--reward.timeout_s); it was here: " in message and "test_agent.py" in message, message
 
 
 def test_one_failure_too_many_ends_the_run() -> None:

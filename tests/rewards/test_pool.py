@@ -99,7 +99,7 @@ def pool(reward_path: Path) -> Iterator[RewardPool]:
 
 @pytest.fixture
 def short_pool(reward_path: Path) -> Iterator[RewardPool]:
-    with RewardPool(options(reward_path, num_workers=1, timeout_s=3.0)) as pool:
+    with RewardPool(options(reward_path, num_workers=1, timeout_s=1.5)) as pool:
         pool.check()
         yield pool
 
@@ -228,7 +228,7 @@ def test_printing_a_lot_harms_nothing(pool: RewardPool) -> None:
 @pytest.mark.parametrize("command", ["hang", "hang in native code"])
 def test_a_hanging_function_is_killed_at_the_deadline(short_pool: RewardPool, command: str) -> None:
     pid, started = pid_of(short_pool), time.monotonic()
-    with pytest.raises(RewardTimeout, match=r"within 3 s \(--reward.timeout_s\)(.|\n)*reward.py") as caught:
+    with pytest.raises(RewardTimeout, match=r"within 1.5 s \(--reward.timeout_s\)(.|\n)*reward.py") as caught:
         grade(short_pool, command)
     assert time.monotonic() - started < SOONER_S
     assert caught.value.completion == command

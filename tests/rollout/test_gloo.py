@@ -145,8 +145,8 @@ def test_an_engine_that_cannot_connect_is_named(engines: list[Any]) -> None:
 
 def test_a_hanging_engine_is_named_when_the_deadline_passes(ray_session: None) -> None:
     engines = ready(FakeEngine.remote(), FakeEngine.remote("hang"))
-    sender = sender_to(engines, "gloo", timeout_s=10.0)
-    with pytest.raises(WeightSyncTimeout, match="engines \\[1\\] did not answer within 10 s while receiving") as error:
+    sender = sender_to(engines, "gloo", timeout_s=4.0)
+    with pytest.raises(WeightSyncTimeout, match="engines \\[1\\] did not answer within 4 s while receiving") as error:
         sender.send(fill_with(state(1)), 1)
     assert error.value.engines == (1,)
 

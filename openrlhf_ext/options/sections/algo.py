@@ -48,6 +48,8 @@ class Advantage(Section):
     needs = {
         "algo.advantage.estimator=gae": ("lambd",),
         "algo.advantage.estimator=gae | algo.advantage.estimator=reinforce": ("gamma",),
+        "algo.advantage.is_correction_level!=off":
+            ("is_correction_mode", "is_correction_gating", "is_correction_threshold"),
     }
 
     is_correction_level: Literal["off", "token", "seq"] = option("off",

@@ -5,7 +5,7 @@ Their entropies, and their divergence from a reference, come from forward passes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -73,10 +73,6 @@ class SamplingSettings:
         return replace(self, n_samples=1, temperature=0.0)
 
 
-Measure = Callable[[Sequence[Completion]], list[Completion]]
-"""Gives completions, in the given order, their ``entropy`` and ``kl``."""
-
-
 class Sampler(Protocol):
     async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[Answers]:
         """Answers to some prompts, in the given order: a function of the arguments and of nothing sampled before.
@@ -93,7 +89,7 @@ class TransformersSampler:
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings, device: str,
-        measure: Measure | None = None,
+        measure: Measures | None = None,
     ) -> None:  # fmt: skip
         self._model, self._tokenizer, self._settings, self._device = model, tokenizer, settings, device
         self._measure = measure

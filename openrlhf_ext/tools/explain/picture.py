@@ -175,11 +175,6 @@ def _mix(start: Color, end: Color, share: float) -> Color:
     return red, green, blue
 
 
-def ink_of(value: float | None, background: Color) -> Color:
-    """Of a token with this value: gray where an environment wrote it."""
-    return _DIM if value is None else ink_on(background)
-
-
 def ink_on(background: Color) -> Color:
     """Black or white, whichever is easier to read."""
     red, green, blue = background
@@ -297,7 +292,8 @@ def _row(
     positions = [position for position in band if position < len(completion.tokens)]
     if not positions:
         return []
-    texts = [_pad(visible(completion.tokens[position]), widths[position]) for position in positions]
+    tokens = [(visible(completion.tokens[position]), widths[position]) for position in positions]
+    texts = [" " * (width - columns_of(token)) + token for token, width in tokens]
     if color:
         pairs = zip(texts, (values[position] for position in positions), strict=True)
         return [name + " ".join(_painted(text, palette.color(value), value) for text, value in pairs)]
@@ -305,12 +301,9 @@ def _row(
     return [name + " ".join(texts), " " * len(name) + " ".join(numbers)]
 
 
-def _pad(text: str, columns: int) -> str:
-    return " " * (columns - columns_of(text)) + text
-
-
 def _painted(text: str, background: Color, value: float | None = 0.0) -> str:
     def code(color: Color) -> str:
         return ";".join(str(round(255 * part)) for part in color)
 
-    return f"\x1b[48;2;{code(background)}m\x1b[38;2;{code(ink_of(value, background))}m{text}\x1b[0m"
+    ink = _DIM if value is None else ink_on(background)  # dim: an environment wrote it
+    return f"\x1b[48;2;{code(background)}m\x1b[38;2;{code(ink)}m{text}\x1b[0m"

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.inputs import InputError, decode, is_integer, is_number, nearest, read_text, type_name
+from openrlhf_ext.inputs import (
+    FLAG,
+    INTEGER,
+    NUMBER,
+    TEXT,
+    TEXT_OR_INTEGER,
+    InputError,
+    Kind,
+    decode,
+    is_integer,
+    is_number,
+    nearest,
+    read_text,
+    type_name,
+)
 
 TOKEN_NUMBERS = ("logprobs", "entropies", "ref_logprobs", "guide_logprobs", "values")
 _REQUIRED = ("group", "prompt", "tokens", "token_ids", "reward", "logprobs", "entropies")
@@ -89,15 +103,13 @@ def _check_key(key: str, value: Any, record: dict[str, Any]) -> None:
         hint = f"; did you mean {near}?" if near else "."
         raise InputError(f"unknown key {key!r}{hint} Known keys: {', '.join(known)}")
     if key in _SCALARS:
-        wanted, holds = _SCALARS[key]
-        if not holds(value):
-            raise InputError(f"{key} must be {wanted}, got {value!r}")
+        if not _SCALARS[key].holds(value):
+            raise InputError(f"{key} must be {_SCALARS[key].words}, got {value!r}")
     elif key not in _IGNORED:
         _check_list(key, value, len(record["tokens"]) if isinstance(record["tokens"], list) else 0)
 
 
 def _check_list(key: str, values: Any, tokens: int) -> None:
-    wanted, holds = _LISTS[key]
     if not isinstance(values, list):
         raise InputError(f"{key} must be a list with one entry per token, got {type(values).__name__}")
     if not values:
@@ -105,34 +117,22 @@ def _check_list(key: str, values: Any, tokens: int) -> None:
     if len(values) != tokens:
         raise InputError(f"{key} has {len(values)} entries, tokens has {tokens}; one entry per token is needed")
     for index, value in enumerate(values):
-        if not holds(value):
-            raise InputError(f"{key}[{index}] must be {wanted}, got {value!r}")
+        if not _LISTS[key].holds(value):
+            raise InputError(f"{key}[{index}] must be {_LISTS[key].words}, got {value!r}")
 
 
-def _is_logprob(value: Any) -> bool:
-    # Rounding may leave the log-prob of a certain token a little above 0.
-    return is_number(value) and value <= 1e-3
-
-
-def _is_entropy(value: Any) -> bool:
-    return is_number(value) and value >= 0
-
-
-_Rule = tuple[str, Callable[[Any], bool]]
 _OF_A_RUN = '{"step": '
-_TEXT: _Rule = ("a text", lambda value: isinstance(value, str))
-_FLAG: _Rule = ("true or false", lambda value: isinstance(value, bool))
-_NUMBER: _Rule = ("a finite number", is_number)
-_LOGPROB: _Rule = ("a log-probability: a finite number, at most 0", _is_logprob)
-_SCALARS: dict[str, _Rule] = {
-    "group": ("an integer or a text", lambda value: isinstance(value, str) or is_integer(value)), "prompt": _TEXT,
-    "reward": _NUMBER, "truncated": _FLAG, "from_guide": _FLAG, "step": ("a step: an integer", is_integer),
+# rounding may leave the log-prob of a certain token a little above 0
+_LOGPROB = Kind("a log-probability: a finite number, at most 0", lambda value: is_number(value) and value <= 1e-3)
+_ENTROPY = Kind("an entropy in nats: a finite number, at least 0", lambda value: is_number(value) and value >= 0)
+_SCALARS = {
+    "group": Kind("an integer or a text", TEXT_OR_INTEGER.holds), "prompt": TEXT, "reward": NUMBER, "truncated": FLAG,
+    "from_guide": FLAG, "step": Kind("a step: an integer", is_integer),
 }  # fmt: skip
-_LISTS: dict[str, _Rule] = {
-    "tokens": _TEXT, "token_ids": ("an integer", is_integer), "logprobs": _LOGPROB,
-    "entropies": ("an entropy in nats: a finite number, at least 0", _is_entropy), "ref_logprobs": _LOGPROB,
-    "guide_logprobs": _LOGPROB, "values": _NUMBER,
-    "environment": ("0 or 1", lambda value: is_integer(value) and value in (0, 1)),
+_LISTS = {
+    "tokens": TEXT, "token_ids": INTEGER, "logprobs": _LOGPROB, "entropies": _ENTROPY, "ref_logprobs": _LOGPROB,
+    "guide_logprobs": _LOGPROB, "values": NUMBER,
+    "environment": Kind("0 or 1", lambda value: is_integer(value) and value in (0, 1)),
 }  # fmt: skip
 
 

@@ -147,15 +147,11 @@ def choice(config: RunConfig) -> dict[str, Any]:
 
 
 def _left_to_us(config: RunConfig, device: Device) -> dict[str, Any] | None:
-    freed = _without_deepspeed(config)
+    # sizes that came from DeepSpeed's options cut sequences and heads, but no states
+    freed = _unset(config, [name for name in SIZES if stands_in(config, name)])
     tries = [(goal, one) for goal in (_fits, _stands) for one in ([config] if freed is config else [config, freed])]
     found = (_search(_planner(one, device), goal) for goal, one in tries)
     return next((options for options in found if options is not None), None)
-
-
-def _without_deepspeed(config: RunConfig) -> RunConfig:
-    """Without the sizes that came from DeepSpeed's options, which cut sequences and heads, but no states."""
-    return _unset(config, [name for name in SIZES if stands_in(config, name)])
 
 
 def _unset(config: RunConfig, names: Sequence[str]) -> RunConfig:
@@ -403,11 +399,7 @@ def _places(config: RunConfig) -> Iterator[str]:
 
 def _memory_lines(laid_out: Candidate, gpu: str) -> Iterator[str]:
     yield f"memory of the fullest GPU, of {laid_out.memory / GIB:.1f} GiB of {gpu}; sums, nothing was allocated:"
-    yield from (f"  {_moment_line(moment)}" for moment in laid_out.moments)
-
-
-def _moment_line(moment: Moment) -> str:
-    return f"{moment.doing} {moment.total / GIB:.1f}: {_shown(moment)}"
+    yield from (f"  {one.doing} {one.total / GIB:.1f}: {_shown(one)}" for one in laid_out.moments)
 
 
 def _shown(moment: Moment) -> str:
