@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import record
-from openrlhf_ext.algorithms import RolloutBatch, algorithm_names, get_algorithm, with_published_values
+from openrlhf_ext.algorithms import LossBatch, RolloutBatch, algorithm_names, get_algorithm, with_published_values
 from openrlhf_ext.algorithms.registry import algorithm_class
 from openrlhf_ext.tools.explain.quantities import make_batch
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
@@ -53,7 +53,9 @@ def main() -> int:
 
 
 def run(folder: Path, model: str, source: str, prompts: int) -> RolloutBatch:
-    """One step of the training command, as the completions that it wrote down."""
+    """One step of the training command, as the completions that it wrote down; a run that is there is not repeated."""
+    if (folder / "samples.jsonl").exists():
+        return make_batch(read_rollouts(folder / "samples.jsonl"))
     _python(
         "-m", "openrlhf_ext.cli.train_ppo_ray", "--config", CONFIG, "--actor.model_name_or_path", model,
         "--algo.advantage.estimator", ESTIMATOR, "--algo.entropies", source, "--train.full_determinism_enable",
@@ -78,7 +80,7 @@ def compared(policy: RolloutBatch, engine: RolloutBatch) -> dict[str, Any]:
     for name in sorted(name for name in algorithm_names() if "entropies" in algorithm_class(name).needs):
         algorithm = get_algorithm(name, warn=False, **with_published_values(name, {}, max_length=LONGEST))
         exact_N, moved_N = (
-            algorithm.shape(dataclasses.replace(policy, entropies=entropies_N)).advantages.double()
+            trained(algorithm.shape(dataclasses.replace(policy, entropies=entropies_N)))
             for entropies_N in (policy_N, engine_N)
         )
         methods[name] = {
@@ -92,6 +94,11 @@ def compared(policy: RolloutBatch, engine: RolloutBatch) -> dict[str, Any]:
         "entropy": {"mean": float(policy_N.mean()), "apart": float(apart_N.mean()), "largest": float(apart_N.max())},
         "methods": methods,
     }
+
+
+def trained(shaped: LossBatch) -> torch.Tensor:
+    """(N,) advantages of the tokens that are trained on, 0 elsewhere."""
+    return torch.where(shaped.loss_mask, shaped.advantages, 0.0).double()
 
 
 def _python(*words: object) -> str:
