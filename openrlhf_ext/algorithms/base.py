@@ -125,6 +125,13 @@ class Algorithm:
         shaped.metrics.update(rollout_metrics(inputs, shaped.rewards, shaped.advantages))
         return self.loss_level(shaped)
 
+    @torch.no_grad()
+    def measured(self, batch: RolloutBatch, shaped: LossBatch) -> dict[str, Tensor]:
+        """Those metrics of `shape` that follow from old log-probs and entropies, of a batch that was shaped without one
+        of them and has both now."""
+        inputs = self.inputs(batch)
+        return self._correction(inputs)[1] | rollout_metrics(inputs, shaped.rewards, shaped.advantages)
+
     def prepare(
         self, new_logprobs: Tensor, shaped: LossBatch, *, seed: int | None = None, total: Total | None = None
     ) -> LossBatch:

@@ -53,18 +53,26 @@ Get = Callable[[list], list]
 
 
 @dataclass(frozen=True)
+class Shaped:
+    """A batch as its method shaped it, of which ``shown`` groups are to be shown (0 = all, None = none)."""
+
+    rollout: RolloutBatch
+    batch: LossBatch
+    shown: int | None
+
+
+@dataclass(frozen=True)
 class Experience:
     """What a batch of ``groups``, which are graded, became: a shard for each data-parallel rank, the sequences, what
-    the policy said of them before the step (``old``: None until it is trained on them), the ``rollout``, metrics, and
-    ``samples`` of ``shown`` groups as ``SampleWriter`` takes them, if that was asked for."""
+    the policy said of them before the step, metrics, and ``samples`` as ``SampleWriter`` takes them, if that was asked
+    for. Where the update tells what the policy says, that is None and ``shaped`` waits for it."""
 
     shards: list[TrainingShard]
     batch: SequenceBatch
     old: LogprobEntropy | None
-    rollout: RolloutBatch
     metrics: dict[str, float]
     groups: Sequence[Group]
-    shown: int | None = None
+    shaped: Shaped | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -107,53 +115,55 @@ class ExperienceMaker:
         scored = time.perf_counter()
         rollout = dataclasses.replace(rollout_batch(samples, batch, old, self.group_size), **scores)
         if self.source == "engine":
-            rollout = dataclasses.replace(rollout, old_logprobs=rollout["rollout_logprobs"])
+            rollout = dataclasses.replace(rollout, old_logprobs=_of_engines(rollout))
         if self.engine_entropies:
             rollout = dataclasses.replace(rollout, entropies=_engine_entropies(samples))
-        shaped = self._shaped(rollout)
+        algorithm = self.algorithm if self.kl is None else self.algorithm.with_kl_coef(self.kl.value)
+        shaped = algorithm.shape(rollout)
         metrics = reward_metrics(samples) | staleness_metrics(samples, version)
         metrics |= guide_gauges(samples) if self.guide is not None else {}
         metrics |= self.critic.take(batch, shaped) if self.critic is not None else {}
         self.batches += 1
         shards = self._shards(shaped, batch, with_sequences=old is None)
-        made = Experience(shards, batch, old, rollout, metrics, groups, shown)
-        made = made if old is None else self._described(made, old, shaped)
+        made = Experience(shards, batch, old, metrics, groups, Shaped(rollout, shaped, shown))
+        made = made if old is None else self._described(made, old, shaped.metrics)
         made.metrics.update({"time/logprob": scored - started, "time/shape": time.perf_counter() - scored})
         return made
 
     @torch.no_grad()
     def completed(self, made: Experience, get: Get) -> Experience:
         """With what depends on the policy's log-probs, after the step: the training pass has computed them."""
-        if made.old is not None:
+        if made.shaped is None:
             return made
         started = time.perf_counter()
         answers = get(self.policy.async_run_method("seen_logprobs"))
         old = self._of_rows(made.batch, answers[:: self.policy.duplicate_actors])
-        # shaped once more, for what the methods measure
-        rollout = made.rollout if self.source == "engine" else with_policy(made.rollout, old)
-        entropies_N = old.entropies_N if made.rollout.entropies is None else made.rollout.entropies
-        rollout = dataclasses.replace(rollout, entropies=entropies_N)
-        made = dataclasses.replace(made, old=old, shards=[], rollout=rollout)
-        made = self._described(made, old, self._shaped(rollout))
+        shaped, rollout = made.shaped.batch, made.shaped.rollout
+        if self.source == "update":
+            rollout = dataclasses.replace(rollout, old_logprobs=old.logprobs_N)
+        if not self.engine_entropies:
+            rollout = dataclasses.replace(rollout, entropies=old.entropies_N)
+        metrics = shaped.metrics | self.algorithm.measured(rollout, shaped)
+        made = self._described(dataclasses.replace(made, old=old, shards=[]), old, metrics)
         made.metrics["time/shape"] += time.perf_counter() - started
         return made
 
-    def _shaped(self, rollout: RolloutBatch) -> LossBatch:
-        algorithm = self.algorithm if self.kl is None else self.algorithm.with_kl_coef(self.kl.value)
-        return algorithm.shape(rollout)
-
-    def _described(self, made: Experience, old: LogprobEntropy, shaped: LossBatch) -> Experience:
+    def _described(self, made: Experience, old: LogprobEntropy, of_method: Mapping[str, Tensor]) -> Experience:
         """With what the batch is like for the policy, and after shaping; the next KL coefficient follows from it."""
-        rollout = with_policy(made.rollout, old)
+        assert made.shaped is not None, "it is described once"
+        shaped, by_N = made.shaped.batch, made.shaped.rollout.entropies
+        rollout = dataclasses.replace(
+            made.shaped.rollout, old_logprobs=old.logprobs_N, entropies=old.entropies_N
+        )  # fmt: skip
         metrics = batch_metrics(rollout, correction_band(self.algorithm)) | conflict_gauges(rollout, shaped)
-        if self.engine_entropies:
-            apart_N = made.rollout["entropies"] - old.entropies_N
-            metrics["mismatch/entropy_mean_abs"] = float(apart_N.abs().double().mean())
-        metrics |= {f"algorithm/{k}": float(v) for k, v in shaped.metrics.items()}
+        if self.engine_entropies and by_N is not None:
+            metrics["mismatch/entropy_mean_abs"] = float((by_N - old.entropies_N).abs().double().mean())
+            rollout = dataclasses.replace(rollout, entropies=by_N)  # shown is what it was shaped by
+        metrics |= {f"algorithm/{k}": float(v) for k, v in of_method.items()}
         metrics |= self._reference_metrics(rollout) | guide_agreement(rollout) | made.metrics
-        rollout = dataclasses.replace(rollout, entropies=made.rollout.entropies)  # that it was shaped by
-        samples = [] if made.shown is None else shown_samples(made.groups, rollout, shaped, made.shown)
-        return dataclasses.replace(made, metrics=metrics, samples=samples)
+        shown = made.shaped.shown
+        samples = [] if shown is None else shown_samples(made.groups, rollout, shaped, shown)
+        return dataclasses.replace(made, metrics=metrics, samples=samples, shaped=None)
 
     def _shards(self, shaped: LossBatch, batch: SequenceBatch, with_sequences: bool) -> list[TrainingShard]:
         deals = self._deals(batch)
@@ -264,9 +274,14 @@ def rollout_batch(
     )
 
 
-def with_policy(rollout: RolloutBatch, old: LogprobEntropy) -> RolloutBatch:
-    """The batch with what the policy says of it."""
-    return dataclasses.replace(rollout, old_logprobs=old.logprobs_N, entropies=old.entropies_N)
+def _of_engines(rollout: RolloutBatch) -> Tensor:
+    """(N,) log-probs that tokens were sampled with."""
+    if rollout.rollout_logprobs is None:
+        raise ValueError(
+            "algo.old_logprobs engine: a completion came without log-probs of its engine, as those of an agent whose "
+            "rollout_log_probs are None; use algo.old_logprobs auto"
+        )
+    return rollout.rollout_logprobs
 
 
 def _engine_entropies(samples: Sequence[Response]) -> Tensor:
@@ -346,8 +361,8 @@ def training_shards(
     shards = [TrainingShard([], seed) for _ in deals]
     for step, chunk in enumerate(chunks):
         mini_batch = shaped.mini_batch(chunk)  # a slice is not copied
-        if mini_batch.algorithm.needs_prepare:
-            mini_batch = mini_batch.algorithm.prepare(mini_batch["old_logprobs"], mini_batch, seed=seed)
+        if mini_batch.old_logprobs is not None:
+            mini_batch = mini_batch.algorithm.prepare(mini_batch.old_logprobs, mini_batch, seed=seed)
         mini_batch = mini_batch.lean()
         for shard, own in zip(shards, deals, strict=True):
             shard.mini_batches.append(mini_batch.select([row - chunk.start for row in own.steps[step]]))

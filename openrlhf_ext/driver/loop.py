@@ -83,8 +83,8 @@ class TrainingLoop:
                 self.guard.hold(self.config.ckpt.grace_s)
                 self._finished = None  # what the ranks hold is between two steps from here on
                 trained = self.train(made.shards)
-                made = self.complete(made)
                 synced = self.publish()
+                made = self.complete(made)  # the engines sample already
             self.record(made, trained | synced)
             self._note_state()
             self.guard.release()
@@ -385,7 +385,12 @@ class TrainingLoop:
     def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
         """Goes on where :meth:`state` was taken; call it before ``run``."""
         in_flight = [Prompt(**prompt) for prompt in state["in_flight"]]
-        self.rollouts.restore(state["rollouts"], groups_from_plain(state["finished"], arrays), in_flight)
+        finished = groups_from_plain(state["finished"], arrays)
+        if self.experience.engine_entropies:  # algo.entropies was policy when the others were sampled
+            useless = [group for group in finished if any(each.entropies_T is None for each in group.responses)]
+            finished, again = [group for group in finished if group not in useless], [g.prompt for g in useless]
+            in_flight = [*again, *in_flight]
+        self.rollouts.restore(state["rollouts"], finished, in_flight)
         self.step, self.initial_entropy = state["step"], state["initial_entropy"]
         self.experience.load_state_dict(state["experience"])
         # one that ended beside the next step is in the record, and not in the checkpoint

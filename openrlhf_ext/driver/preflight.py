@@ -207,6 +207,7 @@ def old_logprob_violations(config: RunConfig) -> Iterator[Violation]:
     if config.algo.old_logprobs != "engine":
         return
     estimator, method = config.algo.advantage.estimator, algorithm_class(algorithm_name(config))
+    penalty = algorithm_options(config)[1].get("kl")
     by_policy = "entropies" in method.needs and not engine_entropies(config)
     needs = [
         (config.rollout.top_p < 1, "rollout.top_p", f"{config.rollout.top_p:g}", "they are of the cut distribution"),
@@ -216,6 +217,8 @@ def old_logprob_violations(config: RunConfig) -> Iterator[Violation]:
         ),
         (by_policy, "algo.entropies", "policy", f"{estimator} needs a pass of the policy for its entropies"),
         (method.needs_prepare, "algo.advantage.estimator", estimator, "it chooses tokens by the policy's log-probs"),
+        (penalty is not None and penalty["place"] == "reward", "algo.kl.init_coef", f"{config.algo.kl.init_coef:g}",
+         "a KL penalty in the reward is of the policy's log-probs"),
         (config.has_critic, "algo.advantage.estimator", estimator, "the policy is not trained in its first steps"),
         (config.train.drift_check, "train.drift_check", "true", "it compares the policy's log-probs"),
     ]  # fmt: skip

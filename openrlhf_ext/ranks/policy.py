@@ -166,8 +166,6 @@ class PolicyActor(TrainedActor):
         self.is_ahead = True  # of the version that the engines have
         rate = sum(step["lr"] for step in steps if step["grad_norm"] > 0)
         self.has_moved = self.has_moved or rate * sum(p.numel() for p in self._parameters) > _VISIBLE
-        if self.seen is not None:
-            del self.seen[len(shard.mini_batches) :]  # later epochs see the same tokens again
         self.batch = self.shard = None
         if self.sleeps:
             self.offload_states("gradients", "optimizer")
@@ -175,18 +173,21 @@ class PolicyActor(TrainedActor):
         first = {name: steps[0][name] for name in mean if name == _FIRST_UPDATE}
         return mean | first | {"lr": steps[-1]["lr"], "optimizer_steps": float(len(steps))}
 
-    def seen_logprobs(self) -> list[np.ndarray]:
-        """(N,) log-probs and entropies of the sequences that the last shard brought, each as its first update saw them;
-        a rank keeps them once."""
+    def seen_logprobs(self) -> list[np.ndarray] | None:
+        """(N,) log-probs and entropies of the sequences that the last shard brought, each as its first update saw them,
+        once; None but from the first rank of each replica."""
         seen, self.seen = self.seen, None
         if seen is None:
             raise RuntimeError("seen_logprobs() is of a fit() whose shard brought its sequences")
+        if not self.is_first_of_replica:
+            return None
         return [plain(torch.cat(values)) for values in zip(*seen, strict=True)]
 
     def _update(self, batch: SequenceBatch, shaped: LossBatch, seed: int, number: int, more: bool) -> dict[str, float]:
         """The optimizer step on a mini-batch; ``number`` counts the steps since the rollout, ``more`` follow."""
         shaped = reselected(self.policy, batch, shaped, seed, number)
-        return self.policy.train_step(batch, shaped, shaped.algorithm, more, self.seen)
+        first_epoch = self.shard is not None and number < len(self.shard.mini_batches)
+        return self.policy.train_step(batch, shaped, shaped.algorithm, more, self.seen if first_epoch else None)
 
     @phase("weight sync")
     @timed("sync")

@@ -83,8 +83,9 @@ def test_without_old_log_probs_the_loss_takes_its_own(name: str, extra: dict) ->
     batch = dataclasses.replace(batch, rollout_logprobs=sampled.double(), old_logprobs=new.detach())
     algorithm = build(name, **extra)
     without = dataclasses.replace(batch, old_logprobs=None)
-    if (why := algorithm.why_old_logprobs()) is not None:
-        assert name in why and (algorithm.needs_prepare or algorithm.reads_old or "entropies" in algorithm.needs)
+    assert (algorithm.why_old_logprobs() is None) <= ("entropies" not in algorithm.needs)
+    if (why := algorithm.why_old_logprobs(entropies_are_there=True)) is not None:
+        assert name in why and (algorithm.needs_prepare or algorithm.reads_old)
         with pytest.raises(ValueError, match="RolloutBatch.old_logprobs is needed"):
             algorithm.shape(without)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,7 @@ class World:
         self.requests = Requests(at_once=True)
         experience = SimpleNamespace(
             make=self.make, completed=lambda made, get: made, old_logprobs=self.old_logprobs, algorithm=None,
+            load_state_dict=lambda state: None, engine_entropies=False,
             state_dict=lambda: {"batches": self.loop.step},
             critic=SimpleNamespace(start_fit=self.fit_critic) if with_critic else None,
         )  # fmt: skip
@@ -91,7 +93,7 @@ class World:
     def make(self, groups: list[Group], version: int, get: Any, shown: int | None) -> Experience:
         self.tell("score")
         self.told[-1] = f"score {[group.prompt.number for group in groups]} at {version}"
-        return Experience(["shard"], None, None, None, metrics={"tokens/generated": 8.0}, groups=groups)
+        return Experience(["shard"], None, None, metrics={"tokens/generated": 8.0}, groups=groups)
 
     def old_logprobs(self, batch: Any, get: Any) -> LogprobEntropy:
         """A token's entropy is a tenth of its id."""
@@ -362,6 +364,8 @@ def test_the_algorithm_gets_the_initial_entropy_and_a_resumed_run_keeps_it(
 class Maker:
     """Stands in for the experience maker."""
 
+    engine_entropies = False
+
     def __init__(self) -> None:
         self.state: Any = None
 
@@ -420,7 +424,22 @@ def test_the_driver_continues_where_it_was_and_no_group_is_lost_or_used_twice(tm
     assert [one.from_guide for one in restored.responses] == [False, True]
     for one, other in zip(restored.responses, waiting.responses, strict=True):
         assert np.array_equal(one.tokens_S, other.tokens_S) and np.array_equal(one.logprobs_T, other.logprobs_T)
-        assert one.tokens_S.dtype == np.int32 and one.logprobs_T.dtype == np.float32
+        assert one.entropies_T is None and one.tokens_S.dtype == np.int32 and one.logprobs_T.dtype == np.float32
         assert (one.actions, one.versions, one.reward, one.score, one.truncated, one.extra_logs) == (
             other.actions, other.versions, other.reward, other.score, other.truncated, other.extra_logs,
         )  # fmt: skip
+
+
+def test_groups_that_were_sampled_without_entropies_are_asked_for_again_where_they_are_needed(tmp_path: Path) -> None:
+    loop = half_loop(Requests(at_once=True))
+    loop.rollouts.take(0)
+    told, untold = loop.rollouts.snapshot()[1][:2]
+    told.responses[:] = [replace(one, entropies_T=np.float32([0.5, 1.5])) for one in told.responses]
+    state, arrays = through_files(tmp_path, *loop.state())
+    again = Requests(at_once=True)
+    fresh = half_loop(again)
+    fresh.experience.engine_entropies = True
+    fresh.restore(state, arrays)
+    by_number = {group.prompt.number: group for group in fresh.rollouts.take(0)}
+    assert untold.prompt.number in again.asked and told.prompt.number not in again.asked
+    assert [one.entropies_T.tolist() for one in by_number[told.prompt.number].responses] == [[0.5, 1.5]] * 2

@@ -167,6 +167,7 @@ def test_what_log_probs_of_the_engines_cannot_be(task):
     for words, why in (
         (("grpo", "--rollout.top_p", "0.9"), "rollout.top_p 0.9: they are of the cut distribution"),
         (("grpo_s",), "algo.entropies policy: grpo_s needs a pass of the policy for its entropies"),
+        (("grpo", "--algo.kl.init_coef", "0.1"), "a KL penalty in the reward is of the policy's log-probs"),
         (("clip_cov",), "clip_cov: it chooses tokens by the policy's log-probs"),
         (("grpo", "--train.drift_check"), "train.drift_check true: it compares the policy's log-probs"),
         (

@@ -21,7 +21,8 @@ class LocalGroup:
         return [[self.methods[method](**{name: value})] for value in values for _ in range(self.duplicate_actors)]
 
     def async_run_method(self, method: str) -> list[Any]:
-        return [answer for answer in self.answers[method] for _ in range(self.duplicate_actors)]
+        others = [None] * (self.duplicate_actors - 1)
+        return [each for answer in self.answers[method] for each in (answer, *others)]
 
 
 def get(refs: Any, timeout: float | None = None) -> Any:

@@ -160,19 +160,19 @@ class TokenValues:
 
     def __init__(self, batch: SequenceBatch, plan: Sequence[list[int]], count: int, device: torch.device) -> None:
         self._responses, self._order, self._device = batch.responses, planned_rows(plan), device
-        self._planned = [torch.zeros(batch.responses.tokens, device=device) for _ in range(count)]
+        self._planned = torch.zeros(count, batch.responses.tokens, device=device)
 
     def keep(self, part: PackedBatch, values: Sequence[Tensor]) -> None:
-        """Those of the tokens that this rank predicts. A collective of the context-parallel ranks."""
-        for planned_N, mine_N in zip(self._planned, values, strict=True):
-            planned_N[part.tokens] = gather_tokens(mine_N.float(), part)
+        """Those of the tokens that this rank predicts, which are the other context-parallel ranks' zeros."""
+        mine = torch.stack([value.float() for value in values])
+        self._planned[:, part.tokens].scatter_(1, part.places_N.expand_as(mine), mine)
 
     def in_order(self) -> list[Tensor]:
-        """(N,) on the CPU in the order of the batch, on every rank of the replica. A collective of its stages."""
+        """(N,) on the CPU in the order of the batch, on every rank of the replica. A collective of its ranks."""
+        planned = sum_ranks(self._planned, parallel_state.get_context_parallel_group())
+        broadcast_from_last_stage(planned, self._device)
         segments, inverse = self._responses.select(self._order), np.argsort(self._order).tolist()
-        for planned_N in self._planned:
-            broadcast_from_last_stage(planned_N, self._device)
-        return [segments.take(planned_N, inverse).cpu() for planned_N in self._planned]
+        return [segments.take(planned_N, inverse) for planned_N in planned.cpu()]
 
 
 # loss(part, hidden_NH) -> value to differentiate, number of tokens (unused, int), metrics to add up
