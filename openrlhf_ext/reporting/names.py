@@ -245,7 +245,8 @@ METRICS = (
         "mean over loss tokens of old minus new log-prob, in the updates of the step"),
     Metric("algorithm/abs_log_ratio", "nats",
         "mean over loss tokens of the size of new minus old log-prob in the first update of the step, before which no "
-        "weight has moved: what a log-prob depends on besides (`fp8.recipe` current, delayed: the others in its pack)"),
+        "weight has moved: what a log-prob depends on besides (`fp8.recipe` current, delayed: the others in its pack); "
+        "0 where the old ones are the update's, the distance to the engine where they are its (algo.old_logprobs)"),
     Metric("algorithm/ref_kl", "nats",
         "mean over loss tokens of the KL estimate in the loss, in the updates of the step"),
     Metric("algorithm/reverse_kl", "nats",

@@ -54,7 +54,7 @@ class Advantage(Section):
 
     is_correction_level: Literal["off", "token", "seq"] = option("off",
         "importance correction between policy and engine: off, per token, or per sequence",
-        default_text="off; token with train.max_staleness above 0 or fp8.rollout_enable")
+        default_text="off; token with train.max_staleness above 0 or fp8.rollout_enable (not algo.old_logprobs engine)")
     is_correction_mode: Literal["mask", "clip"] = option("mask",
         "outside the threshold: mask = drop, clip = clamp the weight (only level token with gating ratio)",
         default_text="mask; clip with fp8.rollout_enable where it is possible")
@@ -117,7 +117,7 @@ class Algo(Section):
         "(docs/algorithms.md), else policy")
     entropies: Literal["policy", "engine"] = added("policy",
         "entropies that a method shapes by: policy = of a forward pass of the policy, exact; engine = of the "
-        "distribution that the engine sampled each token from, without that pass (docs/algorithms.md)")
+        "distribution that the engine sampled each token from, which alone needs no pass (docs/algorithms.md)")
     dynamic_filtering_enable: bool = option(False,
         "sample further prompts in place of those whose mean score is outside algo.dynamic_filtering_range")
     dynamic_filtering_range: Pair = option((0, 1), "LOW HIGH of the mean score of a prompt's responses, both exclusive")
