@@ -85,13 +85,20 @@ class Algorithm:
     def why_old_logprobs(self, entropies_are_there: bool = False) -> str | None:
         """What of the algorithm needs the policy's log-probs, or entropies, before the loss is computed; None: nothing,
         so that `shape` takes batches without `old_logprobs`, whose ratios are then 1 (one update per batch)."""
-        if "entropies" in self.needs and not entropies_are_there:
-            return f"{self.name} shapes by entropies"
-        if self.reads_old or self.needs_prepare:
-            return f"{self.name} reads old log-probs before the update"
-        if self.kl is not None and self.kl.place == "reward":
+        in_reward = self.kl is not None and self.kl.place == "reward"
+        level = "off" if self.correction is None else self.correction.level
+        return self.why_with(entropies_are_there, in_reward, level)
+
+    @classmethod
+    def why_with(cls, entropies_are_there: bool, kl_in_reward: bool, correction_level: str) -> str | None:
+        """`why_old_logprobs` of an algorithm with a KL penalty and a correction of this kind, before it is built."""
+        if "entropies" in cls.needs and not entropies_are_there:
+            return f"{cls.name} shapes by entropies"
+        if cls.reads_old or cls.needs_prepare:
+            return f"{cls.name} reads old log-probs before the update"
+        if kl_in_reward:
             return "the KL penalty is in the reward"
-        if self.correction is not None and self.correction.level == "seq":
+        if correction_level == "seq":
             return "the importance correction is of whole completions"
         return None
 

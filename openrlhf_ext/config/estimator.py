@@ -139,7 +139,7 @@ def engine_entropies(config: RunConfig) -> bool:
 
 
 def _why_policy(config: RunConfig) -> str | None:
-    from openrlhf_ext.algorithms.registry import get_algorithm  # late, as above
+    from openrlhf_ext.algorithms.registry import algorithm_class  # late, as above
 
     if config.train.max_epochs > 1 or config.samples_per_rollout > config.train.batch_size:
         return "several updates per batch"
@@ -149,9 +149,11 @@ def _why_policy(config: RunConfig) -> str | None:
         return "the policy is not trained in the critic's first steps"
     if config.algo.advantage.estimator == CUSTOM:
         return "the algorithm is not the package's"
-    name, options, correction = algorithm_options(config)
-    algorithm = get_algorithm(name, correction=correction, warn=False, **options)
-    return algorithm.why_old_logprobs(entropies_are_there=config.algo.entropies == "engine")
+    in_reward = config.algo.kl.init_coef > 0 and not config.algo.kl.use_loss
+    # the planner asks before anybody has looked whether the estimator's options can be built
+    return algorithm_class(algorithm_name(config)).why_with(
+        config.algo.entropies == "engine", in_reward, config.correction_level
+    )
 
 
 def initial_entropy_prompts(config: RunConfig) -> int:
