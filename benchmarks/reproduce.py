@@ -329,9 +329,11 @@ def _record(
     name: str, item_name: str, picture: Path, of_run: Mapping[str, Sequence[Any]], item: Item, seconds: int
 ) -> None:
     """The committed record: commit, command, picture, numbers."""
+    from PIL import Image
+
     kept = PICTURES / f"{name}_{item_name}.png"
     kept.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(picture, kept)
+    Image.open(picture).convert("RGB").quantize(128).save(kept, optimize=True)  # a third of matplotlib's size
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {"items": {}}
     some = next(iter(of_run.values()))
     record["items"][f"{name} {item_name}"] = {

@@ -140,8 +140,9 @@ class TrainingLoop:
             if self.config.ds.enable_sleep:
                 self._get(values)  # only one of the two has its states on the device at a time
             if self.step >= frozen_steps(self.config):
-                self._get(self.policy.async_run_method_batch("take_shard", shard=shards))
-                metrics |= self._get(self.policy.async_run_method("fit"))[0]
+                taken = self.policy.async_run_method_batch("take_shard", shard=shards)
+                # not after a wait for all: a rank that stands still is found by those that meet it in `fit`
+                metrics |= self._get([*taken, *self.policy.async_run_method("fit")])[len(taken)]
             if values:
                 metrics |= self._get(values)[0][0]
         self.step += 1

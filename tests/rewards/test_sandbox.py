@@ -89,9 +89,9 @@ def add(a, b):
     while frame:
         seen.append(repr(frame.f_locals) + repr(frame.f_globals))
         frame = frame.f_back
-    return "".join(["42", "42"]) in " ".join(seen) + repr(gc.get_objects())
+    return "".join(["42"] * 10) in " ".join(seen) + repr(gc.get_objects())
 """
-    outcome = run_asserts(code, "assert add(1, 2) == 4242\nassert add(1, 2) is False", LIMITS)
+    outcome = run_asserts(code, f"assert add(1, 2) == {'42' * 10}\nassert add(1, 2) is False", LIMITS)
     assert outcome.passed == 1, outcome
 
 
