@@ -152,9 +152,7 @@ class ExperienceMaker:
         """With what the batch is like for the policy, and after shaping; the next KL coefficient follows from it."""
         assert made.shaped is not None, "it is described once"
         shaped, by_N = made.shaped.batch, made.shaped.rollout.entropies
-        rollout = dataclasses.replace(
-            made.shaped.rollout, old_logprobs=old.logprobs_N, entropies=old.entropies_N
-        )  # fmt: skip
+        rollout = dataclasses.replace(made.shaped.rollout, old_logprobs=old.logprobs_N, entropies=old.entropies_N)
         metrics = batch_metrics(rollout, correction_band(self.algorithm)) | conflict_gauges(rollout, shaped)
         if self.engine_entropies and by_N is not None:
             metrics["mismatch/entropy_mean_abs"] = float((by_N - old.entropies_N).abs().double().mean())

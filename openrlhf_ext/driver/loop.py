@@ -388,9 +388,16 @@ class TrainingLoop:
         in_flight = [Prompt(**prompt) for prompt in state["in_flight"]]
         finished = groups_from_plain(state["finished"], arrays)
         if self.experience.engine_entropies:  # algo.entropies was policy when the others were sampled
-            useless = [group for group in finished if any(each.entropies_T is None for each in group.responses)]
-            finished, again = [group for group in finished if group not in useless], [g.prompt for g in useless]
+            tells = [all(each.entropies_T is not None for each in group.responses) for group in finished]
+            again = [group.prompt for group, told in zip(finished, tells, strict=True) if not told]
+            finished = [group for group, told in zip(finished, tells, strict=True) if told]
             in_flight = [*again, *in_flight]
+            if again:
+                logger.warning(
+                    "%d groups of the checkpoint were sampled without entropies, which algo.entropies engine needs: "
+                    "they are asked for again",
+                    len(again),
+                )
         self.rollouts.restore(state["rollouts"], finished, in_flight)
         self.step, self.initial_entropy = state["step"], state["initial_entropy"]
         self.experience.load_state_dict(state["experience"])

@@ -430,7 +430,9 @@ def test_the_driver_continues_where_it_was_and_no_group_is_lost_or_used_twice(tm
         )  # fmt: skip
 
 
-def test_groups_that_were_sampled_without_entropies_are_asked_for_again_where_they_are_needed(tmp_path: Path) -> None:
+def test_groups_that_were_sampled_without_entropies_are_asked_for_again_where_they_are_needed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     loop = half_loop(Requests(at_once=True))
     loop.rollouts.take(0)
     told, untold = loop.rollouts.snapshot()[1][:2]
@@ -441,5 +443,6 @@ def test_groups_that_were_sampled_without_entropies_are_asked_for_again_where_th
     fresh.experience.engine_entropies = True
     fresh.restore(state, arrays)
     by_number = {group.prompt.number: group for group in fresh.rollouts.take(0)}
+    assert "were sampled without entropies, which algo.entropies engine needs" in caplog.text
     assert untold.prompt.number in again.asked and told.prompt.number not in again.asked
     assert [one.entropies_T.tolist() for one in by_number[told.prompt.number].responses] == [[0.5, 1.5]] * 2
