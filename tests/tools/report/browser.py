@@ -34,8 +34,12 @@ class Browser:
     def __enter__(self) -> Browser:
         assert CHROMIUM is not None
         self._process = subprocess.Popen(
-            [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0",
-             "--no-first-run", "--disable-background-networking", f"--user-data-dir={self._folder}", "about:blank"],
+            # /dev/shm may be small in a container, and full of Ray's objects; a page that its browser takes for one in
+            # the background gets no frames, and what waits for a frame then waits for ever
+            [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+             "--disable-renderer-backgrounding", "--disable-backgrounding-occluded-windows",
+             "--disable-background-timer-throttling", "--remote-debugging-port=0", "--no-first-run",
+             "--disable-background-networking", f"--user-data-dir={self._folder}", "about:blank"],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
@@ -50,8 +54,9 @@ class Browser:
             self._session: str | None = None
             target = self._call("Target.createTarget", url="about:blank")["targetId"]
             self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-            for domain in ("Page", "Runtime", "Log", "Network"):
+            for domain in ("Page", "Runtime", "Log", "Network", "Inspector"):
                 self._call(f"{domain}.enable")
+            self._call("Page.bringToFront")
         except BaseException:
             self._process.kill()
             raise
@@ -120,6 +125,7 @@ class Browser:
     def _receive(self) -> dict[str, Any]:
         message = json.loads(self._socket.recv(timeout=PATIENCE_S))
         what, told = message.get("method", ""), message.get("params", {})
+        assert what not in ("Inspector.targetCrashed", "Inspector.detached"), f"the page is gone: {message}"
         if what == "Network.requestWillBeSent":
             self.requests.append(told["request"]["url"])
         elif what == "Page.loadEventFired":
