@@ -51,8 +51,8 @@ def test_transformer_engine_takes_bf16_only(shape, with_transformer_engine, capl
         assert (build._spec(config, None).layer_specs[0] == "TE layers") == chosen
     part = pack(ragged([(2, 3), (4, 1)]), PackShape())
     sequences = packed_sequences(part, config.apply_rope_fusion)
-    assert isinstance(sequences, PackedSequences) and sequences.cu_seqlens_q.tolist() == [0, 5, 10]
-    assert (sequences.cu_seqlens_q is part.boundaries) == chosen, "the other rotary embedding reads them on the host"
+    assert isinstance(sequences, PackedSequences) and part.boundaries.tolist() == [0, 5, 10]
+    assert sequences.cu_seqlens_q is (part.boundaries if chosen else None), "the other one gets the tokens' angles"
     expected = "TransformerEngine's" if chosen else "no attention over packed sequences in torch.float32"
     assert expected in caplog.text
 
@@ -97,7 +97,7 @@ def test_recomputation_in_megatrons_words(shape, recompute, expected):
     assert {name: getattr(config, f"recompute_{name}") for name in expected} == expected
 
 
-def test_attention_gets_the_boundaries_on_the_device_and_the_rotary_embedding_before_it_on_the_host(shape) -> None:
+def test_attention_gets_the_boundaries_and_the_rotary_embedding_before_it_none(shape) -> None:
     seen = []
     with fake_rank(ParallelLayout(1), 0):
         config = transformer_config(shape, ParallelLayout(1), torch.float32, Megatron())
@@ -109,7 +109,7 @@ def test_attention_gets_the_boundaries_on_the_device_and_the_rotary_embedding_be
         layer.self_attention.core_attention.forward = lambda *_, packed_seq_params: seen.append(packed_seq_params)
         layer.self_attention.core_attention(packed_seq_params=sequences)
     assert len(seen) == 2 and all(each.cu_seqlens_q is each.cu_seqlens_kv is part.boundaries for each in seen)
-    assert sequences.cu_seqlens_q is not part.boundaries and sequences.slots == part.slots
+    assert sequences.cu_seqlens_q is None and sequences.slots == part.slots
 
 
 @pytest.mark.parametrize(

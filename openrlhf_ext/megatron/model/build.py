@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import logging
 from collections.abc import Sequence
 from copy import copy
@@ -32,6 +31,15 @@ logger = logging.getLogger(__name__)
 
 class HiddenStateGPTModel(GPTModel):
     """GPTModel whose last stage returns the final hidden states, so that the head sees only the positions it needs."""
+
+    def _preprocess(self, *, position_ids: Tensor, packed_seq_params: PackedSequences, **kwargs) -> tuple:
+        """The angles of the rotary embedding for every token of a pack that has no boundaries yet: from boundaries
+        Megatron would put them together twice in every layer (models/common/embeddings/rope_utils.py:186)."""
+        made = super()._preprocess(position_ids=position_ids, packed_seq_params=packed_seq_params, **kwargs)
+        if packed_seq_params.cu_seqlens_q is not None:
+            return made
+        decoder_input, rotary_S11D, *others = made
+        return decoder_input, rotary_S11D[position_ids[0], 0], *others
 
     def _postprocess(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         """(L, 1, H) final hidden states of this rank's tokens on the last stage, activations for the next elsewhere."""
@@ -152,10 +160,8 @@ def _must_be_ours(converters: Sequence[LayerConverter]) -> bool:
 
 def packed_sequences(part: PackedBatch, fused_rope: bool) -> PackedSequences:
     """What attention needs to know of a pack. ``fused_rope``: the rotary embedding is TransformerEngine's, which reads
-    the boundaries on the device; Megatron's own reads them on the host."""
-    boundaries = (
-        part.boundaries if fused_rope else torch.tensor([0, *itertools.accumulate(part.slots)], dtype=torch.int32)
-    )
+    the boundaries; Megatron's gets the angles of every token instead (``HiddenStateGPTModel._preprocess``)."""
+    boundaries = part.boundaries if fused_rope else None
     # padding counts as part of its sequence: kernels that skip padding between sequences are few
     return PackedSequences(
         qkv_format="thd",
@@ -188,8 +194,8 @@ def _spec(
 
 
 def boundaries_on_device(decoder: torch.nn.Module) -> None:
-    """Lets every attention core read the boundaries of a pack on the device, as TransformerEngine's kernels must; the
-    rotary embedding before it has read them on the host."""
+    """Gives every attention core the boundaries of a pack, as TransformerEngine's kernels need them; Megatron's rotary
+    embedding before it has none (``packed_sequences``)."""
 
     def moved(_module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         pack: PackedSequences = kwargs["packed_seq_params"]
