@@ -110,7 +110,8 @@ class MegatronCritic(ValueDecoder):
             return loss, one(self.device), metrics
 
         losses = self.schedule.run(batch, plan, pack_loss, forward_only=False)
-        return {"loss/value": 0.0} | self.schedule.sum_metrics(losses)
+        metrics, _ = self.schedule.sum_metrics(losses)
+        return {"loss/value": 0.0} | metrics
 
     # ---- weights ------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,13 @@ from openrlhf_ext.megatron.layers import kept_bytes
 from openrlhf_ext.megatron.model.hf_weights import load_hf
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, PackedBatch, SequenceBatch, sequence_batch
-from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError, build_optimizer, build_scheduler, gradient_norms
+from openrlhf_ext.megatron.step.optimizer import (
+    NonFiniteUpdateError,
+    build_optimizer,
+    build_scheduler,
+    gradient_norms,
+    gradient_squares,
+)
 from openrlhf_ext.megatron.step.schedule import Schedule, TokenValues, gather_tokens, one, planned_rows
 
 if TYPE_CHECKING:
@@ -194,34 +200,45 @@ class MegatronPolicy(MegatronModel):
         log-probs and entropies of ``batch`` that the loss was computed with. Raises NonFiniteUpdateError: the loss, one
         of its metrics or the gradient norm is not finite.
         """  # fmt: skip
-        metrics = self.accumulate_gradients(batch, shaped, algorithm, seen)
+        losses, kept = self._accumulate(batch, shaped, algorithm, seen is not None)
+        # norms of the groups before the optimizer clips in place, and metrics: read from the device together
+        metrics, squares = self.schedule.sum_metrics(losses, gradient_squares(self.models))
         # on a GPU the losses of the micro-batches do not look themselves, to read nothing back
         if wrong := {name: value for name, value in metrics.items() if not math.isfinite(value)}:
             found = ", ".join(f"{name} = {value}" for name, value in wrong.items())
             raise NonFiniteUpdateError(f"the train step gave values that are not finite: {found}")
-        metrics |= gradient_norms(self.models)  # of the groups, before the optimizer clips in place
-        return metrics | self.optimizer_step(more)
+        metrics = {"loss/policy": 0.0} | metrics | gradient_norms(*squares) | self.optimizer_step(more)
+        if seen is not None:
+            seen.append(LogprobEntropy(*kept.in_order()))
+        return metrics
 
     def accumulate_gradients(
         self, batch: SequenceBatch, shaped: Share, algorithm: Objective, seen: list[LogprobEntropy] | None = None
     ) -> dict[str, float]:
+        """A train step without the update."""
+        losses, kept = self._accumulate(batch, shaped, algorithm, seen is not None)
+        if seen is not None:
+            seen.append(LogprobEntropy(*kept.in_order()))
+        return {"loss/policy": 0.0} | self.schedule.sum_metrics(losses)[0]
+
+    def _accumulate(
+        self, batch: SequenceBatch, shaped: Share, algorithm: Objective, keeps: bool
+    ) -> tuple[list[dict[str, Tensor]], TokenValues]:
+        """Metrics of every micro-batch, and where ``keeps`` what they were computed with."""
         self.zero_grad()
         plan = self.schedule.plan(batch, forward_only=False)
-        kept = None if seen is None else TokenValues(batch, plan, 2, self.device)
+        kept = TokenValues(batch, plan, 2, self.device)
         # all at once, while the device has nothing else to do; micro-batches are then slices of it
         shaped = shaped.select(planned_rows(plan)).to(self.device)
 
         def pack_loss(part: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor, dict]:
             value, loss, head = self._loss(part, states, shaped.select(part.rows), algorithm)
-            if kept is not None:
+            if keeps:
                 kept.keep(part, (head.logprob_T.detach(), head.entropy_T.detach()))
             metrics = {name: value for name, value in loss.metrics.items() if name != "policy_loss"}
             return value, one(self.device), {"loss/policy": loss.value.detach(), **metrics}
 
-        losses = self.schedule.run(batch, plan, pack_loss, forward_only=False)
-        if seen is not None and kept is not None:
-            seen.append(LogprobEntropy(*kept.in_order()))
-        return {"loss/policy": 0.0} | self.schedule.sum_metrics(losses)
+        return self.schedule.run(batch, plan, pack_loss, forward_only=False), kept
 
     def _loss(
         self, part: PackedBatch, states: Tensor, shaped: Share, algorithm: Objective

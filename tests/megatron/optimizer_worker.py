@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,7 +17,7 @@ from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
-from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError, gradient_norms
+from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError, gradient_norms, gradient_squares
 from openrlhf_ext.options.sections import Actor, Adam, Megatron
 from tests.megatron.parity import WeightedLogprob
 from tests.patience import PATIENCE_S
@@ -66,6 +69,32 @@ def with_a_bad_gradient(policy: MegatronPolicy, batch, shaped, bad: float) -> st
     return refused(policy, policy.optimizer_step)
 
 
+# read values of the host, or are not called on a GPU with TransformerEngine: the head looks on a CPU only
+NOT_THE_DEVICES = {
+    "check_call", "check_finite_hidden", "check_finite_statistics", "_expect_scale", "_times", "_count_tokens",
+    "_get_value", "local_multi_tensor_l2_norm",
+}  # fmt: skip
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[str]]:
+    """The functions that read something back from the device in the body."""
+    reads: list[str] = []
+
+    def counted(read: Callable) -> Callable:
+        def call(tensor: torch.Tensor, *args, **kwargs):
+            reads.append(sys._getframe(1).f_code.co_name)
+            return read(tensor, *args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("item", "cpu", "__int__", "__float__", "__bool__", "__index__"):
+            stack.enter_context(patch.object(torch.Tensor, name, counted(getattr(torch.Tensor, name))))
+        yield reads
+    reads[:] = sorted(name for name in reads if name not in NOT_THE_DEVICES)
+
+
 def run_cases(cases: list[dict], ranks: int) -> list[dict]:
     """For each case the norms by group, the global norm of the step, and on rank 0 the gradients if they are whole."""
     results = []
@@ -77,12 +106,15 @@ def run_cases(cases: list[dict], ranks: int) -> list[dict]:
         policy = MegatronPolicy(ModelSettings(case["model"], layout, megatron, optimizer=optimizer))
         batch, shaped = rows(parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
         policy.accumulate_gradients(batch, shaped, shaped)
-        result = {"groups": gradient_norms(policy.models)}
+        _, squares = policy.schedule.sum_metrics([], gradient_squares(policy.models))
+        result = {"groups": gradient_norms(*squares)}
         if not case["distributed"]:
             result["grads"] = {name: float(g.norm()) for name, g in policy.export(lambda p: p.main_grad)}
         step = policy.optimizer_step()
         again = policy.train_step(batch, shaped, shaped)
-        result |= {"grad_norm": step["grad_norm"], "step": again}
+        with counted_reads() as reads:
+            policy.train_step(batch, shaped, shaped)
+        result |= {"grad_norm": step["grad_norm"], "step": again, "reads": reads}
         assert math.isfinite(again["grad_norm"])
         result["moved"] = [with_a_bad_gradient(policy, batch, shaped, bad) for bad in (math.nan, math.inf)]
         no_number = WithoutANumber(**vars(shaped))

@@ -52,6 +52,8 @@ def test_groups_in_every_layout(tmp_path):
             norm = "nothing moved: values that are not finite: the train step gave the gradient norm"
             loss = "nothing moved: the train step gave values that are not finite: loss/policy = nan"
             assert result["moved"] == [f"{norm} nan", f"{norm} inf", loss], case
+            # how many micro-batches the others need; metrics and the norms of groups; the whole norm
+            assert result["reads"] == ["_most", "_sum", "get_grad_norm_fp32"], f"waits for a device: {case}"
 
 
 def test_a_parameter_of_no_group_is_an_error():

@@ -122,7 +122,8 @@ class _TakeBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, *ctx.saved_tensors, grad), None
+        (back,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, back, grad), None
 
 
 class PaddedRows:
@@ -151,7 +152,8 @@ class PaddedRows:
         outputs, start = [], 0
         for shape in self.shapes:
             end = start + math.prod(shape)
-            outputs.append(causal_attention(*(x[start:end].unflatten(0, shape) for x in rows), scale).flatten(0, 1))
+            query, key, value = (x[start:end].unflatten(0, shape) for x in rows)
+            outputs.append(causal_attention(query, key, value, scale).flatten(0, 1))
             start = end
         return _TakeBack.apply(torch.cat(outputs), self.back)
 
@@ -168,8 +170,8 @@ def context_parallel_attention(
         key, value = _in_order(gathered[:, start : start + 2 * chunk]).chunk(2, -1)
         for half, number in enumerate((rank, 2 * size - 1 - rank)):
             first, end = start + half * chunk, (number + 1) * chunk
-            parts = (query_LND[first : first + chunk], key[:end], value[:end])
-            outputs.append(causal_attention(*(part[None] for part in parts), scale)[0])
+            query = query_LND[first : first + chunk]
+            outputs.append(causal_attention(query[None], key[None, :end], value[None, :end], scale)[0])
         start += 2 * chunk
     return torch.cat(outputs)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -112,28 +111,27 @@ def group_of(name: str) -> str:
 
 
 @torch.no_grad()
-def gradient_norms(models: Sequence[DistributedDataParallel]) -> dict[str, float]:
-    """``{"grad_norm/<group>": norm}`` of the gradients that the next update will use, before clipping. A collective
-    over all ranks of the model. The squares of all groups add up to that of the global norm; groups without parameters
-    of their own are left out (the head of a model with tied embeddings)."""
+def gradient_squares(models: Sequence[DistributedDataParallel]) -> tuple[Tensor, Tensor]:
+    """fp64 (groups,) squared norms of this rank's share of the gradients that the next update will use, before
+    clipping, and whether it has any of the group: to be added up over all ranks for ``gradient_norms``."""
     device = models[0].buffers[0].grad_data.device
     squares = torch.zeros(len(GROUPS), dtype=torch.float64, device=device)
-    present = torch.zeros(len(GROUPS), dtype=torch.float64, device=device)
     gradients: dict[str, list[Tensor]] = {group: [] for group in GROUPS}
     for model in models:
         for name, gradient in _counted_gradients(model):
             gradients[group_of(name)].append(gradient)
     for i, group in enumerate(GROUPS):
         if gradients[group]:
-            present[i] = 1
             squares[i] = torch.stack(torch._foreach_norm(gradients[group])).double().square().sum()
-    both = torch.stack([squares, present])
-    dist.all_reduce(both)
-    return {
-        f"grad_norm/{group}": math.sqrt(square)
-        for group, square, ranks in zip(GROUPS, *both.tolist(), strict=True)
-        if ranks
-    }
+    present = [float(bool(gradients[group])) for group in GROUPS]
+    return squares, torch.tensor(present, dtype=torch.float64).to(device)
+
+
+def gradient_norms(squares: Sequence[float], present: Sequence[float]) -> dict[str, float]:
+    """``{"grad_norm/<group>": norm}`` of the whole model. The squares of all groups add up to that of the global norm;
+    groups without parameters of their own are left out (the head of a model with tied embeddings)."""
+    found = zip(GROUPS, squares, present, strict=True)
+    return {f"grad_norm/{group}": math.sqrt(square) for group, square, ranks in found if ranks}
 
 
 def _counted_gradients(model: DistributedDataParallel) -> Iterator[tuple[str, Tensor]]:

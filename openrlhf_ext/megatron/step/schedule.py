@@ -185,6 +185,7 @@ class Schedule:
     def __init__(self, model: BuiltModel) -> None:
         self._model, self.device, self.config = model, model.device, model.config
         self.counted = TokenCount()
+        self._names: list[str] = []  # of the metrics that any rank has given so far
 
     def plan(self, batch: SequenceBatch, *, forward_only: bool) -> list[list[int]]:
         """Rows of each micro-batch of this data-parallel rank: a fixed number, or as many as fit a budget of tokens, at
@@ -194,13 +195,11 @@ class Schedule:
         sizes, capacity = self._capacity(lengths, forward_only)
         # interleaved schedules want whole rounds of micro-batches
         multiple = parallel_state.get_pipeline_model_parallel_world_size() if len(self._model.chunks) > 1 else 1
-        wanted = multiple
-        while True:  # usually twice: what every rank wants alone, then the most that any of them needs
-            plan = micro_batches(costs, sizes, capacity, wanted)
-            most = -(-self._most(len(plan)) // multiple) * multiple
-            if most == wanted:
-                return plan
-            wanted = most
+        fewest = micro_batches(costs, sizes, capacity, multiple)
+        most = -(-self._most(len(fewest)) // multiple) * multiple
+        # dealt to that many they are about equal; that fails only where rows are hard to fit, and empty ones do then
+        plan = fewest if len(fewest) == most else micro_batches(costs, sizes, capacity, most)
+        return plan if len(plan) == most else [*fewest, *([] for _ in range(most - len(fewest)))]
 
     def _capacity(self, lengths: list[int], forward_only: bool) -> tuple[list[int], int]:
         settings = self._model.settings
@@ -336,18 +335,40 @@ class Schedule:
         self.run(batch, plan, keep, forward_only=True)
         return kept.in_order()
 
-    def sum_metrics(self, shares: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-        """Adds the shares of all micro-batches and data-parallel ranks; identical on every rank."""
-        totals: dict[str, float] = {}
+    def sum_metrics(
+        self, shares: Sequence[dict[str, Tensor]], more: Sequence[Tensor] = ()
+    ) -> tuple[dict[str, float], list[list[float]]]:
+        """The shares of all micro-batches and data-parallel ranks added up, and ``more``: fp64 vectors of every rank;
+        identical on every rank. All of it leaves the device at once, when the names are those of an earlier call."""
         numbers = [item for share in shares for item in share.items()] if self._counts_metrics() else []
-        values = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for _, value in numbers]
-        # all numbers of a schedule leave the device at once, and are added in its order
-        for (name, _), value in zip(numbers, torch.stack(values).tolist() if values else [], strict=True):
-            totals[name] = totals.get(name, 0.0) + value
-        everyone: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, totals)
-        names = sorted({name for part in everyone for name in part})
-        return {name: sum(part.get(name, 0.0) for part in everyone) for name in names}
+        if sums := self._sum(numbers, more):
+            return sums
+        everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, [name for name, _ in numbers])
+        self._names = sorted(set(self._names).union(*everyone))
+        return self._sum(numbers, more) or ({}, [])
+
+    def _sum(
+        self, numbers: Sequence[tuple[str, Tensor]], more: Sequence[Tensor]
+    ) -> tuple[dict[str, float], list[list[float]]] | None:
+        """Nothing where any rank has a number whose name is new."""
+        known = {name: place for place, name in enumerate(self._names)}
+        new = any(name not in known for name, _ in numbers)
+        named = [] if new else numbers
+        places = torch.tensor([known[name] for name, _ in named], dtype=torch.long)
+        counts = torch.bincount(places, minlength=len(known))
+        heads = torch.cat([torch.tensor([float(new)]), counts]).double().to(self.device)
+        sums = torch.zeros(len(known), dtype=torch.float64, device=self.device)
+        if named:
+            values = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for _, value in named]
+            sums.index_add_(0, places.to(self.device), torch.stack(values))
+        parts = [heads, sums, *more]
+        total = torch.cat(parts)
+        dist.all_reduce(total)
+        (anywhere, *present), totals, *others = (part.tolist() for part in total.cpu().split([len(p) for p in parts]))
+        if anywhere:
+            return None
+        return {name: totals[place] for name, place in known.items() if present[place]}, others
 
     def _counts_metrics(self) -> bool:
         """True on one rank of each replica: the others of the last stage hold copies."""
