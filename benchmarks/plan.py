@@ -163,16 +163,19 @@ def _setting(one: Published) -> tuple[Any, ...]:
 
 
 def table() -> str:
-    """docs/scaling.md: every row, and what the fit made of it."""
-    sources = {row["id"]: row for row in json.loads(ROWS.read_text())["rows"]}
-    lines = ["| published by | run | seconds, published | predicted | ratio |", "|---|---|---|---|---|"]
+    """docs/scaling.md: every row, what the fit made of it, and the sources."""
+    rows = {row["id"]: row for row in json.loads(ROWS.read_text())["rows"]}
+    sources = list(dict.fromkeys(rows[name]["source"] for name in sorted(rows)))
+    lines = ["| run | model, GPUs, mean tokens of prompt + response | published, s | predicted | ratio |"]
+    lines.append("|---|---|---|---|---|")
     for found in record.load("plan_cpu.json")["published"]["rows"]:
-        row = sources[found["id"]]
-        where = f"{row['model']}, {row['gpus']} {row['gpu']}"
-        where += f", {row['prompt_tokens']} + {row['response_tokens']} tokens" if "response_tokens" in row else ""
-        name = f"{row['id']} (fitted)" if found["fitted"] else row["id"]
+        row = rows[found["id"]]
+        what = f"{row['model']}, {row['gpus']} {row['gpu']}"
+        what += f", {row['prompt_tokens']} + {row['response_tokens']}" if "response_tokens" in row else ""
+        name = f"{found['id']} [{sources.index(row['source']) + 1}]{', fitted' if found['fitted'] else ''}"
         cells = [_cell(row["seconds"]), _cell(found["predicted"]), _cell(found["ratio"])]
-        lines.append(f"| {name} | {where} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {what} | {' | '.join(cells)} |")
+    lines += ["", *(f"{number}. {source}" for number, source in enumerate(sources, 1))]
     return "\n".join(lines)
 
 
@@ -182,7 +185,8 @@ def _cell(values: dict[str, float]) -> str:
 
 def verdict() -> str:
     """docs/scaling.md: how far off the seconds are."""
-    found = record.load("plan_cpu.json")["published"]
+    whole = record.load("plan_cpu.json")
+    found, ranking = whole["published"], whole["ranking"]
     error, former, constants, unlike = found["error"], found["former"], found["constants"], found["unlike"]
     step, sync = error["step"], error["sync"]
     parts = "; ".join(
@@ -201,7 +205,9 @@ def verdict() -> str:
         f"The fit gave: matrix products reach {constants['products']:.0%} of the peak, decoding {constants['memory']:.0%} "
         f"of the memory's rate, a layer moves {constants['traffic']:g} bytes for each token and hidden entry beside its "
         f"products, the host needs {constants['launch_us']:g} microseconds for it, {constants['fixed_s']:g} s a step "
-        "for the rest. These are plan's defaults."
+        "for the rest. These are plan's defaults. "
+        f"Ranking {ranking['layouts']:,} layouts on {ranking['gpus']} GPUs took {ranking['seconds']:g} s "
+        "(`benchmarks/results/plan_cpu.json`, two CPU cores)."
     )
 
 
