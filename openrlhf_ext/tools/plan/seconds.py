@@ -92,7 +92,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Error:
-    """Of published seconds that the fit did not see: the factor between predicted and published, whichever is larger."""
+    """Of published seconds that the fit did not see: the larger of predicted / published and its inverse."""
 
     rows: int
     median: float
