@@ -207,8 +207,8 @@ def verdict() -> str:
         f"{constants['memory']:.0%} of the memory's rate; a layer's forward pass of a micro-batch moves "
         f"{constants['traffic']:g} bytes for each token and hidden entry beside its products, and takes the host "
         f"{constants['launch_us']:g} microseconds; {constants['fixed_s']:g} s a step for the rest. These are plan's "
-        f"defaults. Ranking {ranking['layouts']:,} layouts on {ranking['gpus']} GPUs took {ranking['cpu_seconds']:g} s of a core "
-        "(`benchmarks/results/plan_cpu.json`)."
+        f"defaults. Ranking {ranking['layouts']:,} layouts on {ranking['gpus']} GPUs took "
+        f"{ranking['cpu_seconds']:g} s of a core (`benchmarks/results/plan_cpu.json`)."
     )
 
 
