@@ -85,7 +85,7 @@ def _load(words: list[str]) -> RunConfig:
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = CommandParser("plan", (__doc__ or "").split("\n\n")[1], takes_run_options=True)
     parser.add_argument("--gpus", type=positive, help="GPUs, engines included (default: as many as configured)")
-    parser.add_argument("--gpu", default="H100", help="A100, H100 (default), H800, H200 or B200")
+    parser.add_argument("--gpu", default="H100", help="A100, H100 (default), H800, H200, H20 or B200")
     parser.add_argument("--response_tokens", type=positive, help="mean (default: 0.6 of rollout.max_new_tokens)")
     parser.add_argument(
         "--prompt_tokens", type=positive, help="mean (default: data.max_len - rollout.max_new_tokens, at most 512)"
@@ -100,6 +100,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterator[str]:
     from openrlhf_ext.tools.plan.search import binding
+    from openrlhf_ext.tools.plan.seconds import STEP_ERROR
 
     best = found[0]
     yield from _head(planner, gpus)
@@ -108,7 +109,11 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
     yield ""
     yield from _memory(planner, best)
     yield ""
-    yield "assumptions (nothing of this was measured on a GPU):"
+    yield (f"how far off the seconds are: of {STEP_ERROR.rows} steps that others published half are within a factor of "
+        f"{STEP_ERROR.median:.2f}, the worst is off by {STEP_ERROR.worst:.2f}; a weight sync is a lower bound "
+        "(docs/scaling.md)")  # fmt: skip
+    yield ""
+    yield "assumptions (some fitted to seconds that others published, nothing measured on a GPU here):"
     yield from (f"  {line}" for line in planner.clock.lines())
     per_node = planner.config.actor.num_gpus_per_node
     yield f"  nodes of {per_node} GPUs (actor.num_gpus_per_node: give it where they have more than the policy takes)"
@@ -249,12 +254,15 @@ def layout_file(planner: Planner, best: Candidate, gpus: int, argv: Sequence[str
 
 
 def as_json(planner: Planner, found: Sequence[Candidate], gpus: int) -> dict[str, Any]:
+    from openrlhf_ext.tools.plan.seconds import STEP_ERROR
+
     fitting = [candidate for candidate in found if candidate.seconds]
     flops = planner.work.forward(planner.shape)
     return {
         "model": Path(planner.config.actor.model_name_or_path or "").name, "parameters": planner.parameters,
         "gpus": gpus, "gpu": dataclasses.asdict(planner.clock.gpu) | {"name": planner.gpu_name},
         "workload": dataclasses.asdict(planner.work), "assumptions": dataclasses.asdict(planner.assumed),
+        "step_error": dataclasses.asdict(STEP_ERROR),
         "flops_per_token": {
             "forward": flops.total / planner.work.length, "training": flops.training / planner.work.length,
         },

@@ -53,6 +53,8 @@ _RECOMPUTES: tuple[dict[str, Any], ...] = (
     {"megatron.recompute": "full", "megatron.recompute_method": "uniform", "megatron.recompute_num_layers": 1},
 )
 _MOST_GPUS, _FEW_NODES = 4096, 8
+_NODE = 8
+"""GPUs of an SXM node, however few of them the policy takes."""
 ALIKE = 0.05
 """Steps that differ by a smaller share count as equally long."""
 TIGHT = 0.95
@@ -190,6 +192,11 @@ class Planner:
     def as_configured(self) -> Candidate:
         config = self.config
         return self._candidate({name: value_of(config, name) for name in _SHOWN}, config, self._trained(config))
+
+    def timed(self) -> Seconds:
+        """Of the layout as configured, whether or not it fits: for runs of others, which did."""
+        models = self._trained(self.config)
+        return self._seconds(self.config, models.policy, models.critic, self.clock.engines(self.config))
 
     def layouts(self) -> Iterator[Candidate]:
         """Those of the run on its own GPUs, with the engines that it has, that keep to what it sets."""
@@ -430,7 +437,8 @@ class Planner:
         clock, training = self.clock, policy.training
         rollout = clock.rollout(engines)
         logprobs, train = clock.logprobs(training), clock.train(training, policy.fullest)
-        sync = clock.sync(training.layout.world_size <= training.near_ranks)
+        engine_gpus = 0 if config.engines_share_gpus else config.engine_workers
+        sync = clock.sync(training.layout.world_size + engine_gpus <= max(training.near_ranks, _NODE))
         sleeps = config.engines_share_gpus and config.ds.enable_sleep
         moves = clock.moves(policy.fullest) if sleeps else 0.0
         if critic is not None:

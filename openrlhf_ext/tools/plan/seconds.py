@@ -1,7 +1,8 @@
-"""How long the phases of a step take, from published rates of a GPU and stated assumptions: a model, nothing measured.
+"""How long the phases of a step take, from data-sheet rates of a GPU and constants that are fitted to seconds which
+others published: a model, nothing measured here.
 
-Every assumption has a name and a value here and is printed with every plan. Communication is never hidden behind
-computation, so layouts that communicate much are judged severely.
+Every constant has a name and a value here and is printed with every plan, and so is how far off the model is.
+Communication is never hidden behind computation, so layouts that communicate much are judged severely.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ GPUS = {
     "H100": _gpu("H100", 81559, 2, 3350, 450, 50, 50),
     "H800": _gpu("H800", 81559, 2, 3350, 200, 50, 50),
     "H200": _gpu("H200", 143771, 2, 4800, 450, 50, 50),
+    "H20": _gpu("H20", 97871, 2, 4000, 450, 50, 50),
     "B200": _gpu("B200", 183359, 2, 8000, 900, 50, 50),
 }
 """SXM forms; memory as nvidia-smi lists it, rates from NVIDIA's data sheets, one 400 Gb/s port a GPU (A100: 200)."""
@@ -56,30 +58,49 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no data sheet says. None of it was measured on a GPU by this project.
+    """What no data sheet says. None of it was measured on a GPU by this project: ``products``, ``memory``, ``traffic``,
+    ``launch_us`` and ``fixed_s`` are fitted to a third of the published runs of benchmarks/published_steps.json
+    (benchmarks/plan.py, docs/scaling.md), the others are guesses.
 
     Attributes:
-        products: share of the peak that matrix products reach in training and prefill; the whole of Megatron-LM's
-            training reaches 0.41-0.48 in bf16 on H100 (its README), recomputation not counted.
+        products: share of the peak that matrix products reach in training and prefill.
         attention: the same of causal attention.
         memory: share of the memory's rate that decoding reaches.
         network: share of the rate that collectives and copies reach.
         layer_us: microseconds that a layer takes in a decoding step whatever it computes: kernels, two all-reduces.
         message_us: microseconds that a collective or a ring's step takes before any byte travels.
+        traffic: bytes of the GPU's memory that a layer's forward pass reads and writes for each token and hidden entry
+            beside its matrix products: norms, rotary embedding, activation, residual sums.
+        launch_us: microseconds of the host for a layer's forward pass of a micro-batch, however few its tokens are.
         tail: share of the batch that is still decoding while the longest responses are finished.
         engine_gib: what an engine worker holds besides weights and KV cache: activations, CUDA graphs.
         fixed_s: seconds of a step for grading, shaping, records and waking up.
     """
 
-    products: float = 0.6
+    products: float = 0.8
     attention: float = 0.4
-    memory: float = 0.6
+    memory: float = 0.56
     network: float = 0.7
     layer_us: float = 30.0
     message_us: float = 20.0
+    traffic: float = 360.0
+    launch_us: float = 2100.0
     tail: float = 0.25
     engine_gib: float = 4.0
-    fixed_s: float = 10.0
+    fixed_s: float = 9.8
+
+
+@dataclass(frozen=True)
+class Error:
+    """Of published seconds that the fit did not see: the larger of predicted / published and its inverse."""
+
+    rows: int
+    median: float
+    worst: float
+
+
+STEP_ERROR = Error(rows=13, median=1.17, worst=1.56)
+"""As benchmarks/results/plan_cpu.json has it."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +234,11 @@ class Clock:
         again = 0.0 if forward_only else self._recomputed(training, linear, flops)
         passes = 1 if forward_only else 1 + BACKWARD
         computing = sequences * (passes * (linear + outer) + again) / ranks
-        return computing + self._communication(training, sequences, passes + (again > 0))
+        passes += again > 0
+        entries = sequences * self.work.length * self.shape.hidden_size * self.shape.num_layers / ranks
+        computing += passes * entries * self.assumed.traffic / (self.gpu.hbm * 1e9)
+        launching = passes * self.shape.num_layers / layout.pipeline_parallel_size * self.assumed.launch_us * 1e-6
+        return max(computing, launching) + self._communication(training, sequences, passes)
 
     def _recomputed(self, training: Training, linear: float, flops: ForwardFlops) -> float:
         megatron = training.megatron
@@ -278,6 +303,8 @@ class Clock:
             f"model{'s' if work.scored_by != 1 else ''}",
             f"matrix products reach {a.products:.0%} of the peak, attention {a.attention:.0%}, decoding {a.memory:.0%} "
             f"of the memory's rate, collectives and copies {a.network:.0%} of theirs",
+            f"a layer's forward pass of a micro-batch takes {a.launch_us:g} microseconds of the host, and moves "
+            f"{a.traffic:g} bytes for each token and hidden entry beside its products",
             f"a decoding step takes {a.layer_us:g} microseconds a layer besides, a message {a.message_us:g}; the "
             f"longest responses are finished in a batch of {a.tail:.0%}; no communication is hidden behind "
             f"computation; {a.fixed_s:g} s a step for grading, shaping and records",

@@ -117,3 +117,21 @@ def test_a_share_that_is_set_binds_and_one_that_is_not_is_searched():
     )
     best = planner("Qwen/Qwen2.5-7B", False).candidates(8)[0]
     assert best.options[SHARE] == best.share < 0.95 and not best.tight()
+
+
+def test_weights_travel_between_nodes_where_the_engines_are_on_others():
+    """Policy and engines within eight GPUs share a node, whatever the policy takes of it."""
+    words = ("--vllm.num_engines", "4", "--vllm.tensor_parallel_size", "1")
+    near = planner("Qwen/Qwen2.5-7B", False, "--actor.num_gpus_per_node", "4", *words).timed()
+    far = planner("Qwen/Qwen2.5-7B", False, "--actor.num_gpus_per_node", "8", *words).timed()
+    assert far.sync == pytest.approx(9 * near.sync), "450 GB/s within a node, 50 between nodes"
+
+
+def test_a_micro_batch_costs_its_launches_however_small_it_is():
+    """Half the tokens take half the seconds only while the GPU is what binds."""
+    words = ("--actor.num_gpus_per_node", "8", "--vllm.num_engines", "8", "--rollout.max_new_tokens", "128")
+    one, two, many = (
+        planner("Qwen/Qwen2.5-7B", True, *words, "--data.max_len", "256", "--train.micro_batch_size", size).timed()
+        for size in ("1", "2", "64")
+    )
+    assert one.train == pytest.approx(2 * two.train, rel=0.1) and many.train < two.train / 2
