@@ -37,7 +37,6 @@ LIBRARIES_READ = {
     "use_cpu_initialization": "Megatron's layers, of the configuration",
     "_mm_pad_token_ids": "OpenRLHF's engine actor",
     "output_kind": "vLLM, of its SamplingParams",
-    "cu_seqlens_q": "TransformerEngine's attention, of a pack",
     "cu_seqlens_kv": "TransformerEngine's attention, of a pack",
     "yaml_implicit_resolvers": "PyYAML, of a loader",
     "rootRank": "torch's ProcessGroup, of BroadcastOptions",

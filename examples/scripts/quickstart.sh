@@ -45,7 +45,7 @@ say "before: the held-out problems with plain transformers. Here, above and in t
    measured, each time on other random samples: the numbers differ by a few standard errors at most"
 evaluate "$OUT/warm_start" "$OUT/before.json"
 
-say "reinforcement learning: gtpo_entropy on Megatron ranks and a vLLM engine"
+say "reinforcement learning: gtpo_entropy on Megatron ranks and two vLLM engines"
 "$VENV_PYTHON" -m openrlhf_ext.cli.train_ppo_ray --config configs/quickstart.yaml \
     --actor.model_name_or_path "$OUT/warm_start" \
     --data.prompt_dataset "$OUT/data/train.jsonl" --data.max_samples "${QUICKSTART_PROMPTS:-1280}" \

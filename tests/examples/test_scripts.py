@@ -118,10 +118,10 @@ def test_the_quickstart_trains_what_it_says(run_script, tmp_path, monkeypatch) -
     assert after[after.index("--expect_accuracy") + 1] == "0.5" and after[after.index("--expect_stderr") + 1] == "0.01"
 
 
-def test_the_quickstart_is_two_data_parallel_ranks_by_itself(run_script, tmp_path, monkeypatch) -> None:
+def test_the_quickstart_is_two_data_parallel_ranks_and_two_engines_by_itself(run_script, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     config = load(training_options(run_script(ROOT / "examples/scripts/quickstart.sh")), tmp_path)
-    assert (config.megatron.tensor_parallel_size, config.world_size, config.vllm.num_engines) == (1, 2, 1)
+    assert (config.megatron.tensor_parallel_size, config.world_size, config.vllm.num_engines) == (1, 2, 2)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
