@@ -38,6 +38,9 @@ _TOY = ("configs/quickstart.yaml", "examples/python/toy_policy.py", "examples/py
 MEASURES: dict[str, tuple[str, ...]] = {
     "algorithms.json": ("openrlhf_ext/algorithms",),
     "end_to_end_cpu.json": (*_TOY, *(f"openrlhf_ext/{part}" for part in _STEP)),
+    "engine_side_cpu.json": (
+        "openrlhf_ext/rollout/scheduler.py", "openrlhf_ext/rollout/response.py", "openrlhf_ext/rewards/executor.py",
+    ),
     "engine_entropies_cpu.json": (
         "openrlhf_ext/algorithms", "openrlhf_ext/rollout/worker_extension.py", "examples/python/gym_task.py",
     ),
