@@ -50,6 +50,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "fp8_study_cpu.json": ("openrlhf_ext/fp8", "openrlhf_ext/megatron/layers"),
     "graders_cpu.json": tuple(f"openrlhf_ext/rewards/{name}.py" for name in ("answers", "maths", "pool", "worker")),
     "head_cpu.json": ("openrlhf_ext/head",),
+    "lengths_cpu.json": ("openrlhf_ext/driver/rollouts.py",),
     "plan_cpu.json": ("openrlhf_ext/tools/plan",),
     "probe_cpu.json": (
         "openrlhf_ext/rollout/probe.py", "openrlhf_ext/megatron/model", "openrlhf_ext/megatron/built.py",
