@@ -16,7 +16,7 @@ from array import array
 from typing import Any
 
 import numpy as np
-from vllm.logprobs import FlatLogprobs
+from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -28,27 +28,31 @@ _KEY = "logprobs_at_end"
 
 
 def ask_at_end(params: SamplingParams) -> None:
-    """Asks for the log-probs as one array, where they are wanted flat. Stop strings end a request outside of the
-    scheduler (v1/engine/output_processor.py:695), which then does not know of an end."""
-    if params.logprobs is not None and params.flat_logprobs and not params.stop:
+    """Asks for the log-probs of the sampled tokens, if for any, in one array. Stop strings end a request outside of the
+    scheduler (v1/engine/output_processor.py:695), which then does not know of an end: there they come as usual."""
+    if params.logprobs is not None and not params.stop:
         params.extra_args = {**(params.extra_args or {}), _KEY: True}
 
 
 def unpack(completion: CompletionOutput, params: SamplingParams) -> None:
-    """Puts what came at the end where vLLM has flat log-probs; entropies in the place of ranks. Raises RuntimeError:
-    it is not one for every token."""
+    """Puts what came at the end where vLLM has log-probs, flat or not, as ``params`` say; entropies in the place of
+    ranks, no ranks and no texts of tokens. Raises RuntimeError: it is not one for every token."""
     if not (params.extra_args or {}).get(_KEY):
         return
     told_TK, tokens = completion.routed_experts, list(completion.token_ids)
     if told_TK is None or len(told_TK) != len(tokens):
         count = 0 if told_TK is None else len(told_TK)
         raise RuntimeError(f"vLLM sampled {len(tokens)} tokens and told {count} log-probs: was it {QUALIFIED_NAME}?")
-    logprobs, *entropies = told_TK.T.tolist()
     completion.routed_experts = None
-    completion.logprobs = FlatLogprobs(
-        list(range(len(tokens))), list(range(1, len(tokens) + 1)), tokens, logprobs,
-        entropies[0] if entropies else [None] * len(tokens), [None] * len(tokens),
-    )  # fmt: skip
+    logprobs, *more = told_TK.T.tolist()
+    ranks = more[0] if more else [None] * len(tokens)
+    if params.flat_logprobs:
+        starts, ends = list(range(len(tokens))), list(range(1, len(tokens) + 1))
+        completion.logprobs = FlatLogprobs(starts, ends, tokens, logprobs, ranks, [None] * len(tokens))
+    else:
+        completion.logprobs = [
+            {token: Logprob(*numbers)} for token, *numbers in zip(tokens, logprobs, ranks, strict=True)
+        ]
 
 
 class _Step:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from vllm.logprobs import Logprob
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
@@ -88,6 +89,17 @@ def test_a_completion_whose_logprobs_are_missing_is_refused(make) -> None:
     completion.routed_experts = completion.routed_experts[:-1]
     with pytest.raises(RuntimeError, match="7 tokens and told 6 log-probs"):
         unpack(completion, params_of(7, "end"))
+
+
+def test_log_probs_that_are_not_asked_for_flat_have_vllms_usual_form(make) -> None:
+    engine, collectors = make(False)
+    model, params = Model(entropies=False), params_of(7, "end")
+    while engine.scheduler.get_num_unfinished_requests():
+        engine.step(model.tokens, model.logprobs)
+    params.flat_logprobs = False
+    (completion,) = collectors["short"].output.outputs
+    unpack(completion, params)
+    assert completion.logprobs == [{7: Logprob(logprob)} for logprob, _ in model.told["short"]]
 
 
 def test_stop_strings_end_a_request_elsewhere() -> None:
