@@ -37,7 +37,7 @@ from openrlhf_ext.reporting import read_metrics
 
 RESULT = record.RESULTS / "lengths_cpu.json"
 CLUSTER = Cluster(engines=2, groups=64, samples=8)
-WAYS = [(0, "train"), *((staleness, late) for late in ("train", "drop") for staleness in (1, 2, 3, 4))]
+WAYS = [(0, "train"), *((staleness, late) for late in ("train", "wait", "drop") for staleness in (1, 2, 3, 4))]
 REAL_GROUPS, REAL_SAMPLES, REAL_LONGEST = 16, 4, 384
 
 
@@ -174,7 +174,18 @@ def table() -> str:
             f"{row['first_batch']:.2f} | {real['late'] + real['dropped']:.0%} | {real['mean']:.3f} | "
             f"{real['ks']:.3f} ({real['p']:.2g}) |"
         )
-    return "\n".join(lines)
+    dropped = [row for way, row in found["simulation"].items() if way.endswith("drop")]
+    mean, tail = ([1 - row[key] for row in dropped] for key in ("mean", "percentile_95"))
+    first = [row["first_batch"] for way, row in found["simulation"].items() if way[0] != "0"]
+    settings = found["settings"]
+    text = (
+        f"Means over {settings['seeds']} seeds of {settings['steps']} simulated batches, p is their median; "
+        f"{settings['real_seeds']} seeds of {settings['real_steps']} real batches of {REAL_GROUPS * REAL_SAMPLES} "
+        "completions, on CPU. Lengths are in terms of the sampled ones. "
+        f"`drop` costs {min(mean):.1%} to {max(mean):.1%} of the mean length and {min(tail):.0%} to {max(tail):.0%} of "
+        f"the 95th percentile; the first batch of a streaming run has {min(first):.0%} to {max(first):.0%} of the mean."
+    )
+    return "\n".join([*lines, "", record.wrapped(text)])
 
 
 TEXTS = {"table": table}

@@ -12,7 +12,9 @@ from vllm.logprobs import Logprob
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
-from benchmarks.engine_side import Collector, Engine, params_of
+from benchmarks import record
+from benchmarks.engine_side import RESULT, SCHEDULING
+from benchmarks.engine_steps import Collector, Engine, params_of
 from openrlhf_ext.rollout.scheduler import _Step, ask_at_end, unpack
 
 LENGTHS = {"long": 40, "short": 7, "stepwise": 12, "silent": 9}
@@ -117,3 +119,10 @@ def test_rows_of_several_tokens_a_step() -> None:
     step = _Step(told, ["one", "two", "three"], kept)
     assert step.slice_request(1, 2) is None and kept["two"][0].tolist() == [-2, -3]
     assert step.slice_request(2, 1).logprobs.tolist() == [[-4]]
+
+
+def test_all_but_vllms_scheduling_takes_at_most_4_microseconds_a_token() -> None:
+    """As measured (benchmarks/engine_side.py)."""
+    ways = record.load(RESULT.name)["microseconds"]
+    scheduling = sum(ways["none"][part] for part in SCHEDULING)
+    assert sum(ways["end"].values()) - scheduling <= 4 < sum(ways["step"].values()) - scheduling
