@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import record
+from benchmarks.record import load
 
 RESULT = record.RESULTS / "engine_side_cpu.json"
 WAYS = ("step", "end", "none")
@@ -37,8 +38,7 @@ SCHEDULING = ("schedule", "update")
 
 def table() -> str:
     """docs/performance.md: microseconds a token, by part."""
-    found = record.load(RESULT.name)
-    ways = found["microseconds"]
+    ways = load(RESULT.name)["microseconds"]
     lines = [
         "| part | process | as vLLM sends log-probs | at the end (ours) | no log-probs |",
         "|---|---|---:|---:|---:|",

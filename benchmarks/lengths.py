@@ -185,9 +185,9 @@ def table() -> str:
     text = (
         f"Means over {settings['seeds']} seeds of {settings['steps']} simulated batches, p is their median; "
         f"real engines: {settings['real_steps']} batches of {REAL_GROUPS * REAL_SAMPLES} completions, on CPU, "
-        f"{settings['real_seeds']} seed{'s' * (settings['real_seeds'] > 1)}; its runs draw the same completions, so they "
-        "differ by what was dropped alone. Lengths are in terms of the sampled ones, batches differ by the standard deviation of "
-        "their means, seconds are of the simulated clock. "
+        f"{settings['real_seeds']} seed{'s' * (settings['real_seeds'] > 1)}; its runs draw the same completions, so "
+        "they differ by what was dropped alone. Lengths are in terms of the sampled ones, batches differ by the "
+        "standard deviation of their means, seconds are of the simulated clock. "
         f"`drop` costs {min(mean):.1%} to {max(mean):.1%} of the mean length and {min(tail):.0%} to {max(tail):.0%} of "
         "the 95th percentile."
     )
