@@ -38,6 +38,9 @@ _TOY = ("configs/quickstart.yaml", "examples/python/toy_policy.py", "examples/py
 MEASURES: dict[str, tuple[str, ...]] = {
     "algorithms.json": ("openrlhf_ext/algorithms",),
     "end_to_end_cpu.json": (*_TOY, *(f"openrlhf_ext/{part}" for part in _STEP)),
+    "engine_side_cpu.json": (
+        "openrlhf_ext/rollout/scheduler.py", "openrlhf_ext/rollout/response.py", "openrlhf_ext/rewards/executor.py",
+    ),
     "engine_entropies_cpu.json": (
         "openrlhf_ext/algorithms", "openrlhf_ext/rollout/worker_extension.py", "examples/python/gym_task.py",
     ),
@@ -47,6 +50,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "fp8_study_cpu.json": ("openrlhf_ext/fp8", "openrlhf_ext/megatron/layers"),
     "graders_cpu.json": tuple(f"openrlhf_ext/rewards/{name}.py" for name in ("answers", "maths", "pool", "worker")),
     "head_cpu.json": ("openrlhf_ext/head",),
+    "lengths_cpu.json": ("openrlhf_ext/driver/rollouts.py",),
     "plan_cpu.json": ("openrlhf_ext/tools/plan", "benchmarks/published_steps.json"),
     "probe_cpu.json": (
         "openrlhf_ext/rollout/probe.py", "openrlhf_ext/megatron/model", "openrlhf_ext/megatron/built.py",

@@ -119,6 +119,7 @@ class SimulatedRequests:
         self._open: dict[Hashable, tuple[int, int, int]] = {}  # group -> completions to come, engine, version at begin
         self._load = [0] * cluster.engines
         self._done: list[tuple[Hashable, list[Response]]] = []
+        self.lengths: dict[Hashable, list[int]] = {}  # of every group that began
         self.straggler: int | None = None  # number of the completion that takes three times the longest
 
     def length(self) -> int:
@@ -141,9 +142,11 @@ class SimulatedRequests:
             self._load[index] += request.samples
             self._open[key] = request.samples, index, self.version
             self.engines[index].advance(self.now)
+            self.lengths[key] = []
             for _ in range(request.samples):
                 self._order += 1
-                self.engines[index].add((key, self._order), self.length(), self._order)
+                self.lengths[key].append(self.length())
+                self.engines[index].add((key, self._order), self.lengths[key][-1], self._order)
 
     def advance(self, until: float) -> None:
         """Time goes on; completions end."""

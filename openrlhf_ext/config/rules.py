@@ -358,7 +358,7 @@ def streaming(config: RunConfig) -> Iterator[Violation]:
     if config.partial_rollouts and config.train.late_groups == "train" and uncorrected:
         yield Violation(("train.late_groups", "algo.advantage.is_correction_level"),
             "train.late_groups train needs an importance correction, and algo.advantage.is_correction_level is off: "
-            "groups may lag by any number of weight versions; set --train.late_groups drop, or a correction")
+            "groups may lag by any number of weight versions; set --train.late_groups wait or drop, or a correction")
 
 
 # ---- the algorithm -----------------------------------------------------------------------------------------------

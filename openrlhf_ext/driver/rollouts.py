@@ -2,8 +2,9 @@
 
 How far sampling may be ahead is one number, ``train.max_staleness`` N: the weight versions that a trained token may
 lag. A group that begins at version v has at most N batches before it, so it is trained at version v + N at the latest,
-unless it takes longer to sample than that: a straggler holds up nobody, its own group is late. With N = 0 the engines
-are asked for one batch at a time and stand still while the policy trains.
+unless it takes longer to sample than that: a straggler holds up nobody, its own group is late; or, if that is asked for
+(``train.late_groups wait``), batches are in the order of their prompts and wait. With N = 0 the engines are asked for
+one batch at a time and stand still while the policy trains.
 """
 
 from __future__ import annotations
@@ -297,7 +298,7 @@ class Rollouts:
                 have += self._collect(min(self._deadline.remaining, _LOOK_S))
                 self._tell(len(self._finished), self._batch_size, have, started)
         self._batches_wanted = self._max_staleness
-        self._finished.sort(key=lambda group: (group.oldest_version or 0, group.prompt.number))
+        self._finished.sort(key=self._turn)
         batch, self._finished = self._finished[: self._batch_size], self._finished[self._batch_size :]
         if batch:
             self._taken = {
@@ -324,7 +325,21 @@ class Rollouts:
         self._fill()
         if self._config.train.late_groups == "drop":
             self._drop_late(version)
-        return len(self._finished) >= self._batch_size or (self._exhausted and not self._in_flight)
+        if self._exhausted and not self._in_flight:
+            return True
+        return len(self._finished) >= self._batch_size and not self._is_held_up()
+
+    def _turn(self, group: Group) -> tuple[int, int]:
+        """Of finished groups the smaller one is trained first."""
+        oldest = 0 if self._config.train.late_groups == "wait" else group.oldest_version or 0
+        return oldest, group.prompt.number
+
+    def _is_held_up(self) -> bool:
+        """Whether a group is missing whose turn is before that of the batch's last one."""
+        if self._config.train.late_groups != "wait":
+            return False
+        last = sorted(group.prompt.number for group in self._finished)[self._batch_size - 1]
+        return any(number < last for number in self._in_flight)
 
     def _drop_late(self, version: int) -> None:
         in_time = [group for group in self._finished if not group.is_late(version, self._max_staleness)]

@@ -108,7 +108,7 @@ class RolloutEngine(compat.RolloutRayActor):
         with without_collection():
             import vllm
 
-            from openrlhf_ext.rollout import worker_extension
+            from openrlhf_ext.rollout import scheduler, worker_extension
 
         self._configure_device_env(engine_args.get("distributed_executor_backend"), bundle_indices, num_gpus)
         self._configure_vllm_env(packaging_version, vllm, full_determinism=False)
@@ -116,6 +116,7 @@ class RolloutEngine(compat.RolloutRayActor):
         self._tokenizer = compat.get_tokenizer(engine_args["model"], None, "left", None, use_fast=fast_tokenizer)
         self.kwargs = {
             "worker_extension_cls": worker_extension.QUALIFIED_NAME,
+            "scheduler_cls": scheduler.QUALIFIED_NAME,
             "scheduling_policy": "priority",
             **engine_args,
         }
@@ -147,11 +148,15 @@ class RolloutEngine(compat.RolloutRayActor):
         """vLLM's output, with log-probs of the sampled tokens alone if any are asked for; each completion has
         ``weight_versions`` (`TokenVersions`). Raises GenerationTimeout; InvalidWeights: the weights are, or became
         meanwhile, those of an incomplete update; EngineDied."""
+        from openrlhf_ext.rollout.scheduler import unpack
+
         self._require_valid_weights()
         params = _final_only(sampling_params)
         begun_with = self._weight_version
         with self._generating.running():
             output = await self._finish(super().generate(list(prompt_token_ids), params, multi_modal_data), params)
+        for completion in output.outputs:
+            unpack(completion, params)
         self._note_versions(output, begun_with)
         self._require_valid_weights()
         self._last_finished = time.monotonic()
@@ -349,10 +354,13 @@ def _final_only(asked: SamplingParams) -> SamplingParams:
     (vllm 0.29.0 v1/sample/sampler.py:196), which hides a sampled token 0. `logprobs=0` has no such column."""
     from vllm.sampling_params import RequestOutputKind
 
+    from openrlhf_ext.rollout.scheduler import ask_at_end
+
     params = asked.clone()
     params.output_kind = RequestOutputKind.FINAL_ONLY
     if params.logprobs is not None:
         params.logprobs = 0
+        ask_at_end(params)
     return params
 
 

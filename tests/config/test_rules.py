@@ -354,7 +354,8 @@ def test_late_groups_are_corrected_or_dropped(load, problems):
     uncorrected = ("--train.max_staleness", "1", "--algo.advantage.is_correction_level", "off")
     (message,) = problems(*uncorrected)
     assert "train.late_groups train needs an importance correction" in message and "drop" in message
-    assert problems(*uncorrected, "--train.late_groups", "drop") == []
+    for bounded in ("drop", "wait"):
+        assert problems(*uncorrected, "--train.late_groups", bounded) == []
     (warning,) = load("--train.late_groups", "drop").warnings
     assert "train.late_groups has no effect: got drop, and train.max_staleness is not set" in warning
 

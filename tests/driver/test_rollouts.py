@@ -82,6 +82,15 @@ def test_a_straggler_holds_up_nobody_and_is_trained_late_or_dropped(late: str) -
     assert (gauges["groups/trained_late"], gauges["groups/dropped_late"]) == ((1, 0) if late == "train" else (0, 1))
 
 
+def test_a_batch_waits_for_the_group_whose_turn_it_is_if_it_is_asked_to() -> None:
+    requests = Requests(at_once=True, stuck={1})
+    made = rollouts(requests, prompts=20, max_staleness=1, late="wait")
+    with pytest.raises(AssertionError, match="waits for groups"):
+        made.take(0)
+    requests.stuck.clear()
+    assert numbers(made.take(0)) == [0, 1] and numbers(made.take(0)) == [2, 3]
+
+
 def test_filtered_groups_are_replaced_at_once() -> None:
     """By the score, and not by the reward; groups that are all right or all wrong are on the range's borders."""
     requests = Requests(at_once=True, score=lambda prompt: {"2": 0.0, "3": 1.0}.get(prompt, 0.25 * (prompt < "6")))
@@ -164,7 +173,7 @@ def test_a_batch_that_does_not_come_ends_the_wait() -> None:
 
 @given(
     data=st.data(), staleness=st.integers(0, 3), batch=st.integers(1, 4), prompts=st.integers(0, 30),
-    late=st.sampled_from(["train", "drop"]),
+    late=st.sampled_from(["train", "drop", "wait"]),
 )  # fmt: skip
 def test_every_group_is_trained_once_or_dropped_and_only_stragglers_exceed_the_bound(
     data, staleness: int, batch: int, prompts: int, late: str
@@ -202,6 +211,8 @@ def test_every_group_is_trained_once_or_dropped_and_only_stragglers_exceed_the_b
             made.restore(state, finished, in_flight)
     assert len(set(trained)) == len(trained), "a group was trained twice"
     assert len(trained) + made.dropped["late"] == prompts, "a group was lost"
+    if late == "wait":
+        assert trained == sorted(trained), "whatever takes how long, batches are in the order of their prompts"
 
 
 @pytest.mark.parametrize("drawn", [0, 3, 5, 6, 9])

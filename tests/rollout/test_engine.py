@@ -310,6 +310,16 @@ def test_flat_logprobs_are_those_of_the_sampled_tokens(rig: Rig) -> None:
     assert flat.logprobs.logprobs == [e[t].logprob for t, e in zip(usual.token_ids, usual.logprobs, strict=True)]
 
 
+def test_a_stop_string_ends_a_completion_with_a_log_prob_for_each_of_its_tokens(rig: Rig) -> None:
+    """vLLM finds it outside of its scheduler, which then has not kept the log-probs (rollout/scheduler.py)."""
+    whole = rig.generate([PROBE[:9]], seed=3, logprobs=1, detokenize=True)[0]
+    stop = whole.outputs[0].text[4]
+    cut = rig.generate([PROBE[:9]], seed=3, logprobs=1, detokenize=True, stop=[stop])[0]
+    (completion,) = cut.outputs
+    assert completion.stop_reason == stop and 0 < len(completion.token_ids) < 12
+    assert sampled_logprobs(cut) == sampled_logprobs(whole)[: len(completion.token_ids)]
+
+
 def test_a_request_that_outlives_its_deadline_says_what_it_waited_for(rig: Rig) -> None:
     ray.get([rig.engine.pause_generation.remote(), rig.engine.sabotage.remote(request_timeout_s=0.5)])
     with pytest.raises(GenerationTimeout, match="within 0.5 s; 1 requests were waiting.*generation is paused"):

@@ -88,6 +88,17 @@ def test_logits_of_a_bf16_engine_are_not_rounded(rig: Rig) -> None:
     assert ray.get(rig.engine.head_dtype.remote(), timeout=PATIENCE_S) == "torch.float32"
 
 
+def test_an_engine_in_processes_of_its_own_tells_the_log_probs_of_what_it_sampled(rig: Rig) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0, seed=1, logprobs=0, flat_logprobs=True)
+    (completion,) = ray.get(rig.engine.generate.remote(list(range(8)), params), timeout=PATIENCE_S).outputs
+    probe = rig.engine.probe_logprobs.remote([*range(8), *completion.token_ids])
+    expected = torch.tensor(ray.get(probe, timeout=PATIENCE_S)[7:])
+    assert len(completion.logprobs.logprobs) == 40
+    assert (expected - torch.tensor(completion.logprobs.logprobs)).abs().max() < 0.05  # bf16
+
+
 def test_every_tensor_is_found_where_two_workers_hold_it(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         rig.send()

@@ -47,9 +47,10 @@ class Train(Section):
         "weight versions that a trained token may lag behind the policy (more: train.late_groups); above 0 the "
         "engines sample while the policy trains (docs/modes.md), and algo.advantage.is_correction_level is token "
         "unless it is set", ge=0, default_text="0; train.async_queue_size with train.async_enable")
-    late_groups: Literal["train", "drop"] = added("train",
-        "what happens to a group that took longer to sample than train.max_staleness allows: it is trained with the "
-        "importance correction, or dropped; either way it is counted")
+    late_groups: Literal["train", "drop", "wait"] = added("train",
+        "what happens to a group that takes longer to sample than train.max_staleness allows: it is trained with the "
+        "importance correction, or dropped, either way it is counted; wait = batches in the order of their prompts, "
+        "each waits for its last group, so that none is late")
     async_enable: bool = option(False,
         "OpenRLHF's name for train.max_staleness = train.async_queue_size, see train.partial_rollout_enable")
     async_queue_size: Int = option(1, "with train.async_enable: train.max_staleness", ge=1)
