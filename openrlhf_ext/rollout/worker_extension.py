@@ -194,17 +194,18 @@ class HeldWeights:
         self._quantized = {spec[0]: (rows, spec[1]) for spec, rows in places if self._will_be_quantized(rows, spec)}
         for rows, _ in self._quantized.values():
             self._sum_before_quantizing(rows.module)
+        self.version = 0
         self._before: dict[str, tuple[Tensor, int]] = {}
         self._arrived: dict[str, Tensor] = {}
 
     def watch(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass an update on; sum those of its tensors that will be held in another form."""
+        """Pass update `version` on; sum those of its tensors that will be held in another form."""
         self._arrived.clear()
         self._before.clear()
         shapes = {name: shape for name, shape, _ in self._tensors}
         for name, tensor in stream:
             if name not in self._rows and name not in self._quantized:
-                whole = words(tensor, shapes[name], self._workers)
+                whole = words(tensor, shapes[name], self._workers, self.version)
                 assert whole is not None, "whole tensors arrive contiguous"
                 self._arrived[name] = bit_sum(whole)
             yield name, tensor
@@ -215,7 +216,7 @@ class HeldWeights:
         for name, shape, _ in self._tensors:
             if name in self._rows:
                 values = self._rows[name].values
-                held = words(values, shape, self._workers)
+                held = words(values, shape, self._workers, self.version)
                 assert held is not None, f"vLLM moved the values of {name}"
                 found.append((bit_sum(held), values.numel(), False))
             elif name in self._quantized:
@@ -251,7 +252,7 @@ class HeldWeights:
         def sum_and_process(layer: torch.nn.Module) -> None:
             for name, (rows, shape) in self._quantized.items():
                 if rows.module is layer:
-                    held = words(rows.values, shape, self._workers)
+                    held = words(rows.values, shape, self._workers, self.version)
                     assert held is not None, f"vLLM moved the values of {name}"
                     self._before[name] = bit_sum(held), rows.values.numel()
             process(method, layer)
@@ -345,6 +346,7 @@ class WeightSyncExtension:
         if self._weight_receiver is None:
             raise WeightSyncError("this engine has not joined a weight-sync group, or has left it after an error")
         start = time.monotonic()
+        self._held.version = version
         try:
             self.reload_weights(weights_iterator=self._held.watch(self._weight_receiver.receive(version)))
             repack_tied_heads(self.model_runner.get_model())

@@ -39,7 +39,7 @@ def send_stream(
     checksum of every tensor, in the plan's order. When ``fill`` raises, the receivers have been told to refuse the
     update; its frame may still be under way: ``staging`` is free once they have answered."""
     filled = completed = 0
-    sums = SentSums(plan, workers)
+    sums = SentSums(plan, workers, version)
     wait: Callable[[], object] | None = None
     try:
         for bucket in plan.buckets:
