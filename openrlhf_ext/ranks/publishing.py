@@ -65,7 +65,7 @@ class WeightPublisher:
         self._staging = transport.staging(self.plan, exporting, policy.settings.megatron.collective_timeout_s)
         self._gate = Gate()
         self._engines = list(engines)
-        self._sender = self._make_sender(self._engines)
+        self._sender = self._make_sender(self._engines, settings.options.delta_enable)
         self._seen: dict[tuple[str, int | None], int] = {}
         """The last sum of each tensor's rows."""
         self._baseline: float | None = None
@@ -85,7 +85,7 @@ class WeightPublisher:
         """Go on with other engines, which are connected by the next `publish`."""
         self._sender.close()
         self._engines = list(engines)
-        self._sender = self._make_sender(self._engines)
+        self._sender = self._make_sender(self._engines, self._settings.options.delta_enable)
 
     def bring_up_to_date(self, fresh: Sequence[int], version: int) -> None:
         """Give the present weights to these engines, and prove it; EnginesAtFault has positions among all engines."""
@@ -136,11 +136,11 @@ class WeightPublisher:
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def _make_sender(self, engines: Sequence[Any]) -> WeightSender:
+    def _make_sender(self, engines: Sequence[Any], delta: bool = False) -> WeightSender:
         settings = self._settings
         return WeightSender(
             settings.transport, self.plan, self._staging, engines, settings.workers,
-            settings.options.timeout_s,
+            settings.options.timeout_s, delta,
         )  # fmt: skip
 
     def _send(
@@ -157,7 +157,8 @@ class WeightPublisher:
 
     def _require_change(self, report: SendReport, version: int, trained: bool) -> None:
         workers = self._settings.workers
-        rows = [(n, rows_of_turn(shape, dtype.itemsize, workers, version)) for n, shape, dtype in self.plan.tensors]
+        turn = None if self._settings.options.delta_enable else version
+        rows = [(n, rows_of_turn(shape, dtype.itemsize, workers, turn)) for n, shape, dtype in self.plan.tensors]
         if trained and [self._seen.get(key) for key in rows] == report.sums:
             raise WeightSyncMismatch(
                 f"the policy was trained, with a learning rate and a gradient that were not zero, but weights {version}"

@@ -194,12 +194,13 @@ class HeldWeights:
         self._quantized = {spec[0]: (rows, spec[1]) for spec, rows in places if self._will_be_quantized(rows, spec)}
         for rows, _ in self._quantized.values():
             self._sum_before_quantizing(rows.module)
-        self.version = 0
+        self.version: int | None = 0
+        """That large tensors are summed by (`rows_of_turn`)."""
         self._before: dict[str, tuple[Tensor, int]] = {}
         self._arrived: dict[str, Tensor] = {}
 
     def watch(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass update `version` on; sum those of its tensors that will be held in another form."""
+        """Pass an update on; sum those of its tensors that will be held in another form."""
         self._arrived.clear()
         self._before.clear()
         shapes = {name: shape for name, shape, _ in self._tensors}
@@ -338,17 +339,17 @@ class WeightSyncExtension:
             self._weight_receiver.close()
             self._weight_receiver = None
 
-    def replace_weights(self, version: int) -> tuple[float, list[tuple[int, int, bool]]]:
-        """Receive and load a whole update: seconds spent loading and summing, and `HeldWeights.sums`. After an error
-        the weights are a mixture of two versions: the caller must not sample until an update succeeds
-        (`RolloutEngine.receive_weights` sees to that). A sender that gave up can start again; after any other error
-        the group has to be connected anew."""
+    def replace_weights(self, version: int, sizes: Sequence[int] = ()) -> tuple[float, list[tuple[int, int, bool]]]:
+        """Receive and load an update (`WeightReceiver.receive`): seconds spent loading and summing, and
+        `HeldWeights.sums`. After an error the weights are a mixture of two versions: the caller must not sample until
+        an update succeeds (`RolloutEngine.receive_weights` sees to that). A sender that gave up can start again; after
+        any other error the group has to be connected anew."""
         if self._weight_receiver is None:
             raise WeightSyncError("this engine has not joined a weight-sync group, or has left it after an error")
         start = time.monotonic()
-        self._held.version = version
+        self._held.version = None if sizes else version
         try:
-            self.reload_weights(weights_iterator=self._held.watch(self._weight_receiver.receive(version)))
+            self.reload_weights(weights_iterator=self._held.watch(self._weight_receiver.receive(version, sizes)))
             repack_tied_heads(self.model_runner.get_model())
             if self._bf16_layers is not None:
                 self.prove_quantized(self._bf16_layers)

@@ -205,17 +205,18 @@ class Receipt(NamedTuple):
     as_received: int
 
 
-def rows_of_turn(shape: Sequence[int], itemsize: int, workers: int, version: int) -> int | None:
-    """Which rows of a tensor the sums of an update are of: all (None), or every fourth from this one on. Shards of a
+def rows_of_turn(shape: Sequence[int], itemsize: int, workers: int, version: int | None) -> int | None:
+    """Which rows of a tensor the sums of a version are of, or without a version: all (None), or every fourth from this
+    one on. Shards of a
     tensor of which it is not all begin at a multiple of four rows; of vocabularies, which vLLM pads to a multiple of
     64, in an engine of at most 16 workers."""
-    if len(shape) != 2 or prod(shape) * itemsize <= _LARGE_BYTES or workers > 16:
+    if version is None or len(shape) != 2 or prod(shape) * itemsize <= _LARGE_BYTES or workers > 16:
         return None
     even = shape[0] % (_TURNS * workers) == 0 and shape[1] * itemsize % (8 * _BLOCK * workers) == 0
     return version % _TURNS if even else None
 
 
-def words(tensor: Tensor, shape: Sequence[int], workers: int, version: int = 0, start: int = 0) -> Tensor | None:
+def words(tensor: Tensor, shape: Sequence[int], workers: int, version: int | None = 0, start: int = 0) -> Tensor | None:
     """The bits of a tensor, or of a shard of one of this shape, as integers, without a copy: (N, 16) words of 8 bytes,
     where rows can be cut so among the workers of an engine, or (rows, N, 16) of every fourth row
     (`rows_of_turn`); else (N,) the entries. None if the shard is not contiguous, or cut otherwise. ``start``: the
@@ -249,7 +250,7 @@ class SentSums:
     entries: the sums of shards in an engine's workers add up to as many times the sent one as there are copies.
     Entries that changed places within a tensor are left to the probe."""
 
-    def __init__(self, plan: BucketPlan, workers: int, version: int) -> None:
+    def __init__(self, plan: BucketPlan, workers: int, version: int | None) -> None:
         self._sums: dict[str, Tensor] = {}
         self._workers, self._version = workers, version
         self._names = [name for name, _, _ in plan.tensors]
