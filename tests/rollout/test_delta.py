@@ -48,7 +48,7 @@ def bucket(entries: int, seed: int = 0) -> Tensor:
 @settings(deadline=None, max_examples=60)
 @given(
     entries=st.sampled_from([32, 4096, 65_536, 65_568, 200_000]),
-    share=st.sampled_from([0.0, 1e-4, 0.01, 0.2, 0.3, 1.0]),
+    share=st.sampled_from([0.0, 1e-4, 0.01, 0.05, 0.07, 1.0]),
     seed=st.integers(0, 1000),
 )
 def test_changes_make_the_new_bits_of_the_old_ones_or_are_too_many(entries: int, share: float, seed: int) -> None:
@@ -56,9 +56,9 @@ def test_changes_make_the_new_bits_of_the_old_ones_or_are_too_many(entries: int,
     places = torch.rand(entries, generator=torch.Generator().manual_seed(seed)) < share
     new = torch.where(places, old.view(torch.int16) ^ 1, old.view(torch.int16)).view(torch.uint8)
     found = changes(new, old)
-    assert (found is None) == (4 * int(places.sum()) > entries)
+    assert (found is None) == (16 * int(places.sum()) > entries)
     if found is not None:
-        assert len(found) <= len(new) // 2 + 4 * -(-entries // 65_536)
+        assert len(found) <= len(new) // 8 + 4 * -(-entries // 65_536)
         apply(found, old)
         assert torch.equal(new, old)
 

@@ -65,7 +65,7 @@ class WeightSync(Section):
         ge=1, le=2**20)
     delta_enable: bool = added(False,
         "send engines only the weights of which the 16 bits have changed since the update before; whole buckets where "
-        "more than a quarter have, or an engine is new. Rank 0 and every engine worker keep a copy of all weights in "
+        "more than one in 16 has, or an engine is new. Rank 0 and every engine worker keep a copy of all weights in "
         "host memory. For engines behind a slow network: needs vllm.sync_backend gloo")
     timeout_s: Float = added(300, "longest time one weight sync may take, seconds", gt=0)
     probe_tolerance: Float | None = added(None,

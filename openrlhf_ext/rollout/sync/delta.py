@@ -13,29 +13,28 @@ from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, BucketPlan
 
 _SPAN = 1 << 16
 """Entries that share the upper bits of their positions, of which only the lower 16 travel."""
-_LEAST = 2
-"""Changes travel if they are shorter than the whole by this factor. One takes 4 bytes, an entry 2: of denser buckets, a
-quarter of the entries, finding and packing the changes is not worth the bytes."""
+_DENSEST = 16
+"""Changes travel where at most one entry in so many changed: an eighth of the bytes. Finding and packing the changes of
+denser buckets takes longer than sending them whole over 10 Gbit/s (docs/weight_sync.md)."""
 _SINCE = 5
 """Place in a frame's header: 1 + the version that its changes are to be applied to; 0: the bucket is whole."""
 
 
 def changes(new: Tensor, old: Tensor) -> Tensor | None:
     """Of two uint8 vectors of 16-bit entries, as long as a bucket, what turns ``old`` into ``new``: int32 counts of
-    every 65,536 entries, uint16 positions within these, the new entries. None if that is not shorter enough."""
-    words, most = new.view(torch.int64), len(new) // (4 * _LEAST)
-    places = (words != old.view(torch.int64)).nonzero().squeeze(1)  # of four entries, most of which are equal
+    every 65,536 entries, uint16 positions within these, the new entries. None if too many have
+    changed."""
+    words, before, most = new.view(torch.int64), old.view(torch.int64), len(new) // (2 * _DENSEST)
+    places = (words != before).nonzero().view(-1)  # of four entries, most of which are equal
     if len(places) > most:
         return None
-    now, before = (bits.view(torch.int64)[places].view(torch.int16).view(-1, 4) for bits in (new, old))
-    differs = now != before
-    word, entry = differs.nonzero(as_tuple=True)
-    if len(word) > most:
+    entries = words[places].view(torch.int16)
+    found = (entries != before[places].view(torch.int16)).nonzero().view(-1)
+    if len(found) > most:
         return None
-    positions = 4 * places[word] + entry
-    counts = torch.bincount(positions // _SPAN, minlength=_spans(new)).int()
-    lower = (positions % _SPAN).to(torch.uint16)
-    return torch.cat([part.view(torch.uint8) for part in (counts, lower, now[differs])])
+    positions = 4 * places[found >> 2] + (found & 3)
+    counts = torch.bincount(positions >> 16, minlength=_spans(new)).int()
+    return torch.cat([part.view(torch.uint8) for part in (counts, positions.to(torch.int16), entries[found])])
 
 
 def apply(changed: Tensor, content: Tensor) -> None:
@@ -47,7 +46,7 @@ def apply(changed: Tensor, content: Tensor) -> None:
         raise WeightSyncError(f"{number} changed weights arrived where {int(counts.sum())} were expected")
     lower, values = changed[4 * spans :].view(torch.int16).tensor_split(2)
     upper = torch.arange(spans).repeat_interleave(counts) * _SPAN
-    content.view(torch.int16)[upper + lower.long() % _SPAN] = values
+    content.view(torch.int16)[upper + (lower.long() & (_SPAN - 1))] = values
 
 
 def _spans(content: Tensor) -> int:
