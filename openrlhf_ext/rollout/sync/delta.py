@@ -14,16 +14,15 @@ from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, BucketPlan
 _SPAN = 1 << 16
 """Entries that share the upper bits of their positions, of which only the lower 16 travel."""
 _DENSEST = 16
-"""Changes travel where at most one entry in so many changed: an eighth of the bytes. Finding and packing the changes of
-denser buckets takes longer than sending them whole over 10 Gbit/s (docs/weight_sync.md)."""
+"""Changes travel where at most one entry in so many changed: an eighth of the bytes. For denser buckets
+finding and packing them takes longer and longer (docs/weight_sync.md)."""
 _SINCE = 5
 """Place in a frame's header: 1 + the version that its changes are to be applied to; 0: the bucket is whole."""
 
 
 def changes(new: Tensor, old: Tensor) -> Tensor | None:
     """Of two uint8 vectors of 16-bit entries, as long as a bucket, what turns ``old`` into ``new``: int32 counts of
-    every 65,536 entries, uint16 positions within these, the new entries. None if too many have
-    changed."""
+    every 65,536 entries, uint16 positions within these, the new entries. None if too many changed."""
     words, before, most = new.view(torch.int64), old.view(torch.int64), len(new) // (2 * _DENSEST)
     places = (words != before).nonzero().view(-1)  # of four entries, most of which are equal
     if len(places) > most:
