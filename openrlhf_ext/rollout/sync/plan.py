@@ -216,7 +216,9 @@ def rows_of_turn(shape: Sequence[int], itemsize: int, workers: int, version: int
     return version % _TURNS if even else None
 
 
-def words(tensor: Tensor, shape: Sequence[int], workers: int, version: int | None = None, start: int = 0) -> Tensor | None:
+def words(
+    tensor: Tensor, shape: Sequence[int], workers: int, version: int | None = None, start: int = 0
+) -> Tensor | None:
     """The bits of a tensor, or of a shard of one of this shape, as integers: (..., 16) words of 8 bytes, of the rows of
     the version's turn (`rows_of_turn`), where rows can be cut so among the workers of an engine; else (N,) the entries.
     None if the shard is not contiguous, or cut otherwise. ``start``: the first row of a piece; of one that cuts a group
