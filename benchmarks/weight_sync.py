@@ -234,7 +234,7 @@ class Sink:
             if not self.proves:
                 held.append((0, 0, False))
                 continue
-            words_N = words(tensor, tensor.shape, 1, None if sizes else version)
+            words_N = words(tensor, tensor.shape, 1)
             held.append((int(bit_sum(words_N)), tensor.numel(), False))
         return together([0.0], [held])
 

@@ -23,7 +23,7 @@ from openrlhf_ext.options.sections import WeightSync
 from openrlhf_ext.rollout.probe import check_sync, limit_of_probe
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import EnginesAtFault, WeightSyncError
-from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan, WeightSyncMismatch, rows_of_turn
+from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan, WeightSyncMismatch
 from openrlhf_ext.rollout.sync.sender import EngineCalls, SendReport, WeightSender
 from openrlhf_ext.rollout.sync.stream import follow_stream
 
@@ -66,8 +66,7 @@ class WeightPublisher:
         self._gate = Gate()
         self._engines = list(engines)
         self._sender = self._make_sender(self._engines, settings.options.delta_enable)
-        self._seen: dict[tuple[str, int | None], int] = {}
-        """The last sum of each tensor's rows."""
+        self._last_sums: list[int] | None = None
         self._baseline: float | None = None
 
     def connect(self) -> None:
@@ -156,16 +155,13 @@ class WeightPublisher:
         return self._together(lambda: follow_stream(self.plan, self._staging, self._fill), everywhere=True)
 
     def _require_change(self, report: SendReport, version: int, trained: bool) -> None:
-        workers = self._settings.workers
-        turn = None if self._settings.options.delta_enable else version
-        rows = [(n, rows_of_turn(shape, dtype.itemsize, workers, turn)) for n, shape, dtype in self.plan.tensors]
-        if trained and [self._seen.get(key) for key in rows] == report.sums:
+        if trained and report.sums == self._last_sums:
             raise WeightSyncMismatch(
                 f"the policy was trained, with a learning rate and a gradient that were not zero, but weights {version}"
-                " are those of an earlier update to the last bit: the optimizer's values do not reach the parameters, "
+                " are those of the update before to the last bit: the optimizer's values do not reach the parameters, "
                 "or the rate (actor.adam.lr) is far below the resolution of megatron.param_dtype"
             )
-        self._seen |= zip(rows, report.sums, strict=True)
+        self._last_sums = report.sums
 
     def _fill(self, bucket: Bucket, content: Tensor | None) -> None:
         parts = self._parts[bucket.index]

@@ -194,8 +194,6 @@ class HeldWeights:
         self._quantized = {spec[0]: (rows, spec[1]) for spec, rows in places if self._will_be_quantized(rows, spec)}
         for rows, _ in self._quantized.values():
             self._sum_before_quantizing(rows.module)
-        self.version: int | None = 0
-        """That large tensors are summed by (`rows_of_turn`)."""
         self._before: dict[str, tuple[Tensor, int]] = {}
         self._arrived: dict[str, Tensor] = {}
 
@@ -206,7 +204,7 @@ class HeldWeights:
         shapes = {name: shape for name, shape, _ in self._tensors}
         for name, tensor in stream:
             if name not in self._rows and name not in self._quantized:
-                whole = words(tensor, shapes[name], self._workers, self.version)
+                whole = words(tensor, shapes[name], self._workers)
                 assert whole is not None, "whole tensors arrive contiguous"
                 self._arrived[name] = bit_sum(whole)
             yield name, tensor
@@ -217,7 +215,7 @@ class HeldWeights:
         for name, shape, _ in self._tensors:
             if name in self._rows:
                 values = self._rows[name].values
-                held = words(values, shape, self._workers, self.version)
+                held = words(values, shape, self._workers)
                 assert held is not None, f"vLLM moved the values of {name}"
                 found.append((bit_sum(held), values.numel(), False))
             elif name in self._quantized:
@@ -253,7 +251,7 @@ class HeldWeights:
         def sum_and_process(layer: torch.nn.Module) -> None:
             for name, (rows, shape) in self._quantized.items():
                 if rows.module is layer:
-                    held = words(rows.values, shape, self._workers, self.version)
+                    held = words(rows.values, shape, self._workers)
                     assert held is not None, f"vLLM moved the values of {name}"
                     self._before[name] = bit_sum(held), rows.values.numel()
             process(method, layer)
@@ -347,7 +345,6 @@ class WeightSyncExtension:
         if self._weight_receiver is None:
             raise WeightSyncError("this engine has not joined a weight-sync group, or has left it after an error")
         start = time.monotonic()
-        self._held.version = None if sizes else version
         try:
             self.reload_weights(weights_iterator=self._held.watch(self._weight_receiver.receive(version, sizes)))
             repack_tied_heads(self.model_runner.get_model())

@@ -38,7 +38,7 @@ def same(first: int, second: int) -> bool:
 def test_what_is_sent_in_pieces_has_the_sum_of_the_whole(specs: list, bucket_bytes: int) -> None:
     plan = BucketPlan.build(specs, bucket_bytes)
     tensors = {spec[0]: random_tensor(spec) for spec in specs}
-    sums = SentSums(plan, 1, 0)
+    sums = SentSums(plan, 1)
     for bucket in plan.buckets:
         content = torch.zeros(bucket.nbytes, dtype=torch.uint8)
         for slot in bucket.slots:
@@ -88,33 +88,6 @@ def test_the_smallest_steps_of_many_entries_of_blocks_never_cancel(seed: int, sh
     steps *= torch.rand(old.shape, generator=generator) < share
     new = (old.view(torch.int16) + steps.short()).view(torch.bfloat16)
     assert words(old, old.shape, 1).dim() == 2 and not same(sum_of(old), sum_of(new))
-
-
-def test_of_a_large_tensor_every_row_is_summed_once_in_four_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However it is sharded, and cut into buckets."""
-    monkeypatch.setattr(plan, "_LARGE_BYTES", 1 << 14)
-    whole = random_tensor(("w", (256, 256), torch.bfloat16))
-    cut = BucketPlan.build([("w", (256, 256), torch.bfloat16)], 50 * 512)
-
-    def total(tensor: Tensor, version: int) -> int:
-        found = words(tensor, whole.shape, 2, version)
-        assert found is not None and 4 * found.numel() * 8 == tensor.numel() * 2
-        return int(bit_sum(found))
-
-    for version in range(8):
-        for dim in (0, 1):
-            assert same(sum(total(s.contiguous(), version) for s in whole.chunk(2, dim)), total(whole, version))
-        sums = SentSums(cut, 2, version)
-        for bucket in cut.buckets:
-            content = torch.zeros(bucket.nbytes, dtype=torch.uint8)
-            for slot in bucket.slots:
-                slot.view(content).copy_(rows_of(whole, slot))
-            sums.add(bucket, content)
-        assert same(sums.take()[0], total(whole, version))
-    for row in range(0, 256, 3):
-        other = whole.clone()
-        other[row, 7] += 1
-        assert [v % 4 for v in range(5, 9) if not same(total(other, v), total(whole, v))] == [row // 16 % 4]
 
 
 def test_padding_of_zeros_counts_nothing() -> None:

@@ -31,10 +31,6 @@ _FACTOR = -7046029254386353131
 """Odd, with its bits well mixed: 2^64 / golden ratio, as a signed number."""
 _BLOCK = 16
 """Words of 8 bytes that are added up before they are mixed: one pass over the memory instead of five."""
-_TURNS, _RUN = 4, 16
-"""Of large tensors every fourth run of 16 rows is summed, in each update those after the last one's: after four every
-entry was. Single rows would take nearly as long as all of them."""
-_LARGE_BYTES = 1 << 20
 _NAMED = 10
 _MODULUS = 1 << 64
 
@@ -165,8 +161,6 @@ def _pieces(spec: Spec, bucket_bytes: int) -> Iterator[_Piece]:
     at_once = rows
     if size > bucket_bytes:
         at_once = max(1, bucket_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES // _nbytes(shape[1:], dtype))
-        if at_once > _TURNS * _RUN:
-            at_once -= at_once % (_TURNS * _RUN)  # see `words`
     for start in range(0, max(1, rows), max(1, at_once)):
         yield _Piece(spec, start, min(start + at_once, rows))
 
@@ -207,22 +201,10 @@ class Receipt(NamedTuple):
     as_received: int
 
 
-def rows_of_turn(shape: Sequence[int], itemsize: int, workers: int, version: int | None) -> int | None:
-    """Which rows of a tensor the sums of a version are of, or without a version: all (None), or of every four runs of
-    16 rows this one. Shards of a tensor of which it is not all begin and end with such a group of four."""
-    if version is None or len(shape) != 2 or prod(shape) * itemsize <= _LARGE_BYTES:
-        return None
-    even = shape[0] % (_TURNS * _RUN * workers) == 0 and shape[1] * itemsize % (8 * _BLOCK * workers) == 0
-    return version % _TURNS if even else None
-
-
-def words(
-    tensor: Tensor, shape: Sequence[int], workers: int, version: int | None = None, start: int = 0
-) -> Tensor | None:
-    """The bits of a tensor, or of a shard of one of this shape, as integers: (..., 16) words of 8 bytes, of the rows of
-    the version's turn (`rows_of_turn`), where rows can be cut so among the workers of an engine; else (N,) the entries.
-    None if the shard is not contiguous, or cut otherwise. ``start``: the first row of a piece; of one that cuts a group
-    of runs it is a copy, otherwise a view."""
+def words(tensor: Tensor, shape: Sequence[int], workers: int) -> Tensor | None:
+    """The bits of a tensor, or of a shard of one of this shape, as integers, without a copy: (N, 16) words of 8 bytes,
+    where rows can be cut so among the workers of an engine; else (N,) the entries. None if the shard is not
+    contiguous, or cut otherwise."""
     if not tensor.is_contiguous():
         return None
     flat, block = tensor.detach().view(-1), 8 * _BLOCK
@@ -230,25 +212,17 @@ def words(
         return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
     if tensor.shape[-1] * tensor.element_size() % block or tensor.data_ptr() % 8:
         return None
-    blocks = flat.view(torch.int64).view(-1, _BLOCK)
-    turn = rows_of_turn(shape, tensor.element_size(), workers, version)
-    if turn is None:
-        return blocks
-    rows, group = blocks.view(len(tensor), -1, _BLOCK), _TURNS * _RUN
-    if start % group == 0 and len(tensor) % group == 0:
-        return rows.view(-1, group, *rows.shape[1:])[:, turn * _RUN : (turn + 1) * _RUN]
-    return rows[torch.arange(start, start + len(tensor), device=rows.device) // _RUN % _TURNS == turn]
+    return flat.view(torch.int64).view(-1, _BLOCK)
 
 
 def bit_sum(words: Tensor) -> Tensor:
     """(): the sum of the words modulo 2^64, mixed so that changes of several do not cancel (+1 and -1 in two words of
     one block do). Zeros count nothing. Nothing is read back from the device."""
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    at_a_time = _AT_A_TIME[words.device.type] // max(1, prod(words.shape[1:-1]))
-    for piece in words.split(max(1, at_a_time)):
-        mixed = (piece.long() if piece.dim() == 1 else piece.sum(-1)) * _FACTOR
-        mixed ^= mixed >> 32
-        total += mixed.sum()
+    for piece in words.split(_AT_A_TIME[words.device.type]):
+        mixed_N = (piece.long() if piece.dim() == 1 else piece.sum(1)) * _FACTOR
+        mixed_N ^= mixed_N >> 32
+        total += mixed_N.sum()
     return total
 
 
@@ -257,15 +231,15 @@ class SentSums:
     entries: the sums of shards in an engine's workers add up to as many times the sent one as there are copies.
     Entries that changed places within a tensor are left to the probe."""
 
-    def __init__(self, plan: BucketPlan, workers: int, version: int | None) -> None:
+    def __init__(self, plan: BucketPlan, workers: int) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._workers, self._version = workers, version
+        self._workers = workers
         self._names = [name for name, _, _ in plan.tensors]
 
     def add(self, bucket: Bucket, content: Tensor) -> None:
         """``content``: uint8 vector holding at least the whole bucket."""
         for slot in bucket.slots:
-            rows = words(slot.view(content), slot.shape, self._workers, self._version, slot.start)
+            rows = words(slot.view(content), slot.shape, self._workers)
             assert rows is not None, "rows of a tensor are contiguous and begin at a word"
             part = bit_sum(rows)
             self._sums[slot.name] = self._sums[slot.name] + part if slot.name in self._sums else part

@@ -243,8 +243,7 @@ class WeightSender:
     def _take(self, sent: Sent, fill: Fill, version: int) -> tuple[list[Tensor], list[int]]:
         """The frames of an update against what the engines hold, and the sums of the whole tensors."""
         sent.begin()
-        workers = self._workers_per_engine
-        sums = send_stream(sent, self._plan, self._staging, fill, version, workers, every_row=True)
+        sums = send_stream(sent, self._plan, self._staging, fill, version, self._workers_per_engine)
         return sent.frames, sums
 
     def _tell_once(self, receipts: Sequence[Receipt]) -> None:

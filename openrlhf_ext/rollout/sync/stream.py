@@ -34,20 +34,13 @@ the bucket's size. Without ``content`` it only does what other ranks wait for.""
 
 
 def send_stream(
-    end: SendingEnd,
-    plan: BucketPlan,
-    staging: Staging,
-    fill: Fill,
-    version: int,
-    workers: int = 1,
-    every_row: bool = False,
+    end: SendingEnd, plan: BucketPlan, staging: Staging, fill: Fill, version: int, workers: int = 1
 ) -> list[int]:
     """Send all buckets of the plan, on rank 0; filling of one overlaps the sending of the one before. Returns the
-    checksum of every tensor, in the plan's order: of the rows whose turn it is, or of ``every_row``. When ``fill``
-    raises, the receivers have been told to refuse the update; its frame may still be under way: ``staging`` is free
-    once they have answered."""
+    checksum of every tensor, in the plan's order. When ``fill`` raises, the receivers have been told to refuse the
+    update; its frame may still be under way: ``staging`` is free once they have answered."""
     filled = completed = 0
-    sums = SentSums(plan, workers, None if every_row else version)
+    sums = SentSums(plan, workers)
     wait: Callable[[], object] | None = None
     try:
         for bucket in plan.buckets:
