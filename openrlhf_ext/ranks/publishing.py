@@ -65,7 +65,7 @@ class WeightPublisher:
         self._staging = transport.staging(self.plan, exporting, policy.settings.megatron.collective_timeout_s)
         self._gate = Gate()
         self._engines = list(engines)
-        self._sender = self._make_sender(self._engines)
+        self._sender = self._make_sender(self._engines, settings.options.delta_enable)
         self._last_sums: list[int] | None = None
         self._baseline: float | None = None
 
@@ -84,7 +84,7 @@ class WeightPublisher:
         """Go on with other engines, which are connected by the next `publish`."""
         self._sender.close()
         self._engines = list(engines)
-        self._sender = self._make_sender(self._engines)
+        self._sender = self._make_sender(self._engines, self._settings.options.delta_enable)
 
     def bring_up_to_date(self, fresh: Sequence[int], version: int) -> None:
         """Give the present weights to these engines, and prove it; EnginesAtFault has positions among all engines."""
@@ -135,11 +135,11 @@ class WeightPublisher:
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def _make_sender(self, engines: Sequence[Any]) -> WeightSender:
+    def _make_sender(self, engines: Sequence[Any], delta: bool = False) -> WeightSender:
         settings = self._settings
         return WeightSender(
             settings.transport, self.plan, self._staging, engines, settings.workers,
-            settings.options.timeout_s,
+            settings.options.timeout_s, delta,
         )  # fmt: skip
 
     def _send(

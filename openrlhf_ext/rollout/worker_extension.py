@@ -337,16 +337,16 @@ class WeightSyncExtension:
             self._weight_receiver.close()
             self._weight_receiver = None
 
-    def replace_weights(self, version: int) -> tuple[float, list[tuple[int, int, bool]]]:
-        """Receive and load a whole update: seconds spent loading and summing, and `HeldWeights.sums`. After an error
-        the weights are a mixture of two versions: the caller must not sample until an update succeeds
-        (`RolloutEngine.receive_weights` sees to that). A sender that gave up can start again; after any other error
-        the group has to be connected anew."""
+    def replace_weights(self, version: int, sizes: Sequence[int] = ()) -> tuple[float, list[tuple[int, int, bool]]]:
+        """Receive and load an update (`WeightReceiver.receive`): seconds spent loading and summing, and
+        `HeldWeights.sums`. After an error the weights are a mixture of two versions: the caller must not sample until
+        an update succeeds (`RolloutEngine.receive_weights` sees to that). A sender that gave up can start again; after
+        any other error the group has to be connected anew."""
         if self._weight_receiver is None:
             raise WeightSyncError("this engine has not joined a weight-sync group, or has left it after an error")
         start = time.monotonic()
         try:
-            self.reload_weights(weights_iterator=self._held.watch(self._weight_receiver.receive(version)))
+            self.reload_weights(weights_iterator=self._held.watch(self._weight_receiver.receive(version, sizes)))
             repack_tied_heads(self.model_runner.get_model())
             if self._bf16_layers is not None:
                 self.prove_quantized(self._bf16_layers)

@@ -45,9 +45,7 @@ class LoopbackSender:
     fail_at: int | None = None
     sends_shared_memory = False
 
-    def __init__(
-        self, transport: str, plan: BucketPlan, staging: Staging, engines: list, _tp: int, _timeout_s: float
-    ) -> None:
+    def __init__(self, transport: str, plan: BucketPlan, staging: Staging, engines: list, *_others: object) -> None:
         self.plan, self.staging, self.engines = plan, staging, engines
         LoopbackSender.sends_shared_memory = staging.shared
         self.connected = False

@@ -34,9 +34,12 @@ class Rig:
         self.engine, self.version = engine, 0
         model = tiny.random_model(seed=1, tied=False, vocab=VOCAB)
         self.weights = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+        self.connect()
+
+    def connect(self, delta: bool = False) -> None:
         plan = plan_of(self.weights, 30_000)
         staging = find_transport("gloo").staging(plan, [0], PATIENCE_S)
-        self.sender = WeightSender("gloo", plan, staging, [engine], 2, PATIENCE_S)
+        self.sender = WeightSender("gloo", plan, staging, [self.engine], 2, PATIENCE_S, delta)
         self.sender.connect()
 
     def step(self) -> dict[str, Tensor]:
@@ -46,9 +49,10 @@ class Rig:
         self.weights = {n: (t.float() + 1e-6 * signs[n]).bfloat16() for n, t in self.weights.items()}
         return self.weights
 
-    def send(self) -> None:
+    def send(self) -> int:
+        """The bytes that travelled."""
         self.version += 1
-        self.sender.send(fill_with(self.weights), self.version)
+        return self.sender.send(fill_with(self.weights), self.version).nbytes
 
     def spoil(self, kind: str) -> None:
         ray.get(self.engine.spoil.remote(kind))
@@ -116,6 +120,7 @@ def test_an_update_brings_all_that_a_sleep_before_it_gives_up(rig: Rig) -> None:
     assert ray.get(rig.engine.call_workers.remote("count_lost"), timeout=PATIENCE_S) == [0, 0]
 
 
+@pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
@@ -124,11 +129,16 @@ def test_an_update_brings_all_that_a_sleep_before_it_gives_up(rig: Rig) -> None:
         ("swapped", "engine 0: 2 of 27: {}, {}$".format(*(f"model.layers.0.self_attn.{k}" for k in spoiling.SWAPPED))),
     ],
 )
-def test_a_step_of_1e_6_that_did_not_get_everywhere_is_seen_and_named(rig: Rig, kind: str, names: str) -> None:
-    rig.send()
+def test_a_step_of_1e_6_that_did_not_get_everywhere_is_seen_and_named(
+    rig: Rig, kind: str, names: str, delta: bool
+) -> None:
+    rig.connect(delta)
+    whole = rig.send()
     rig.spoil(kind)
     rig.step()
     with pytest.raises(WeightSyncMismatch, match=names):
         rig.send()
     rig.spoil("")
     rig.send()
+    rig.step()
+    assert (rig.send() < whole / 2) == delta

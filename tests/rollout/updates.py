@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any, TypeVar
@@ -83,18 +83,18 @@ class FakeEngine:
         with ThreadPoolExecutor(self.workers) as pool:
             return list(pool.map(function, range(self.workers)))
 
-    def receive_weights(self, version: int) -> Receipt:
+    def receive_weights(self, version: int, sizes: Sequence[int] = ()) -> Receipt:
         if self.behavior == "hang":
             time.sleep(3600)
         if self.behavior == "die":
-            next(self.receivers[0].receive(version))
+            next(self.receivers[0].receive(version, sizes))
             os._exit(3)
         if self.behavior == "fail":
-            next(self.receivers[0].receive(version))
+            next(self.receivers[0].receive(version, sizes))
             for receiver in self.receivers:
                 receiver.close()
             raise RuntimeError("layer0.weight does not fit into this model")
-        self.received = self.of_workers(lambda worker: dict(self.receivers[worker].receive(version)))
+        self.received = self.of_workers(lambda worker: dict(self.receivers[worker].receive(version, sizes)))
         return self.receipt()
 
     def receipt(self) -> Receipt:

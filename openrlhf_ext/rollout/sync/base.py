@@ -132,6 +132,8 @@ class Link:
     world_size: int
     timeout_s: float
     handles: dict[str, Any]
+    keeps: bool = False
+    """Workers keep a copy of what they hold, for updates of what has changed."""
 
 
 class Transport(ABC):

@@ -7,9 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+from torch import Tensor
 
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import (
@@ -29,6 +31,7 @@ from openrlhf_ext.rollout.sync.base import (
     announce_leaving,
     while_watching,
 )
+from openrlhf_ext.rollout.sync.delta import Sent
 from openrlhf_ext.rollout.sync.plan import BucketPlan, Receipt, check_receipts
 from openrlhf_ext.rollout.sync.stream import Fill, let_others_end, send_stream
 from openrlhf_ext.stores import open_store
@@ -129,8 +132,8 @@ def _is_consequence(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class SendReport:
-    """One finished update: seconds until the last engine had dropped its prefix cache; bytes and checksums of all
-    tensors, in the plan's order; seconds that the slowest worker spent loading and summing."""
+    """One finished update: seconds until the last engine had dropped its prefix cache; bytes that every worker
+    received; checksums of all tensors, in the plan's order; seconds of the slowest worker's loading and summing."""
 
     seconds: float
     nbytes: int
@@ -149,7 +152,9 @@ class WeightSender:
         engines: Sequence[Any],
         tensor_parallel_size: int,
         timeout_s: float,
+        delta: bool = False,
     ) -> None:
+        """``delta``: after a first whole update, only what has changed in 16-bit weights travels."""
         if not engines:
             raise ValueError("a weight sender needs at least one engine, got none")
         self._name, self._transport = transport, find_transport(transport)
@@ -158,6 +163,7 @@ class WeightSender:
         self._workers_per_engine = tensor_parallel_size
         self._timeout_s = timeout_s
         self._told = False
+        self._sent = Sent(plan) if delta else None
         self.end: SendingEnd | None = None
 
     @property
@@ -191,7 +197,8 @@ class WeightSender:
     def _link(self, engine: int, address: str, port: int) -> Link:
         world_size = 1 + len(self._engines) * self._workers_per_engine
         first_rank = 1 + engine * self._workers_per_engine
-        return Link(self._name, address, port, first_rank, world_size, self._timeout_s, self._staging.handles)
+        return Link(self._name, address, port, first_rank, world_size, self._timeout_s, self._staging.handles,
+            self._sent is not None)  # fmt: skip
 
     def send(self, fill: Fill, version: int) -> SendReport:
         """Replace the weights of every engine by what `fill` puts into the buckets, while the other policy ranks run
@@ -202,11 +209,20 @@ class WeightSender:
             raise WeightSyncError("the weight sender is not connected: call connect() first, and again after a failure")
         start = time.monotonic()
         what = f"receiving weights of version {version}"
-        arguments = [(version,)] * len(self._engines)
-        calls = EngineCalls.start(self._engines, "receive_weights", arguments, what, self._timeout_s)
+        stream = partial(send_stream, self.end, self._plan, self._staging, fill, version, self._workers_per_engine)
+        arguments: tuple = (version,)
+        nbytes = self._plan.payload_bytes
+        if self._sent is not None:  # a failure of the export is raised here: no engine has begun
+            frames, sums_of_frames = self._take(self._sent, fill, version)
+            stream = partial(_send_frames, self.end, frames, sums_of_frames)
+            arguments = (version, [len(frame) for frame in frames])
+            nbytes = sum(map(len, frames))
+        calls = EngineCalls.start(
+            self._engines, "receive_weights", [arguments] * len(self._engines), what, self._timeout_s
+        )
         self.end.watch = calls.watch
         try:
-            sums = send_stream(self.end, self._plan, self._staging, fill, version, self._workers_per_engine)
+            sums = stream()
             receipts: list[Receipt] = calls.finish()
         except EnginesAtFault:
             self.close()
@@ -219,8 +235,16 @@ class WeightSender:
             raise
         check_receipts(self._plan, sums, receipts, version)
         self._tell_once(receipts)
+        if self._sent is not None:
+            self._sent.version = version
         load_s = max(receipt.load_s for receipt in receipts)
-        return SendReport(time.monotonic() - start, self._plan.payload_bytes, load_s, sums)
+        return SendReport(time.monotonic() - start, nbytes, load_s, sums)
+
+    def _take(self, sent: Sent, fill: Fill, version: int) -> tuple[list[Tensor], list[int]]:
+        """The frames of an update against what the engines hold, and the sums of the whole tensors."""
+        sent.begin()
+        sums = send_stream(sent, self._plan, self._staging, fill, version, self._workers_per_engine)
+        return sent.frames, sums
 
     def _tell_once(self, receipts: Sequence[Receipt]) -> None:
         if not self._told:
@@ -245,6 +269,14 @@ class WeightSender:
         if self.end is not None:
             self.end.close()
             self.end = None
+        if self._sent is not None:
+            self._sent.close()
+
+
+def _send_frames(end: SendingEnd, frames: Sequence[Tensor], sums: list[int]) -> list[int]:
+    for frame in frames:
+        end.send(frame)()
+    return sums
 
 
 def _await_receivers(store: dist.TCPStore, world_size: int, calls: EngineCalls) -> None:

@@ -5,7 +5,7 @@ whether the sender has given up, so that the group stays usable."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from openrlhf_ext.rollout.sync.base import (
     sender_watch,
     while_watching,
 )
+from openrlhf_ext.rollout.sync.delta import Received
 from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, Bucket, BucketPlan, SentSums
 
 _MAGIC = 0x57454947485453
@@ -93,8 +94,10 @@ class WeightReceiver:
     """An engine worker's end of updates. A frame's memory is not used again as long as a tensor of it is there: vLLM's
     layerwise reload keeps the tensors of a layer until the layer is complete."""
 
-    def __init__(self, end: ReceivingEnd, plan: BucketPlan) -> None:
+    def __init__(self, end: ReceivingEnd, plan: BucketPlan, keeps: bool = False) -> None:
+        """``keeps``: a copy of all buckets, for updates of what has changed."""
         self.end = end
+        self._received = Received() if keeps else None
         self._plan = plan
         self.waited_s = 0.0
         self._unfinished = torch.empty(0)
@@ -111,21 +114,29 @@ class WeightReceiver:
         end = while_watching(
             lambda: transport.open_receiver(store, link, rank), sender_watch(store), link.timeout_s, lambda: late
         )
-        return cls(end, plan)
+        return cls(end, plan, link.keeps)
 
-    def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(name, tensor)` of a whole update. Raises WeightStreamAborted, WeightSyncError."""
+    def receive(self, version: int, sizes: Sequence[int] = ()) -> Iterator[tuple[str, Tensor]]:
+        """Yield `(name, tensor)` of all tensors. ``sizes``: bytes of the frames, if they may be of changes. Raises
+        WeightStreamAborted, WeightSyncError."""
         self.waited_s = 0.0
-        buckets = self._plan.buckets
-        wait = self.end.receive(buckets[0].frame_bytes)
+        buckets, received = self._plan.buckets, self._received
+        if received is not None:
+            received.begin()
+        sizes = sizes or [bucket.frame_bytes for bucket in buckets]
+        wait = self.end.receive(sizes[0])
         for bucket in buckets:
             start = time.monotonic()
             frame = wait()
             self.waited_s += time.monotonic() - start
             _check_header(frame, self._plan, version, bucket.index)
             if bucket is not buckets[-1]:
-                wait = self.end.receive(buckets[bucket.index + 1].frame_bytes)
-            yield from self._whole_tensors(bucket, frame[HEADER_BYTES:])
+                wait = self.end.receive(sizes[bucket.index + 1])
+            content = frame[HEADER_BYTES:] if received is None else received.update(bucket.index, frame)
+            del frame
+            yield from self._whole_tensors(bucket, content)
+        if received is not None:
+            received.version = version
 
     def _whole_tensors(self, bucket: Bucket, content: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The tensors that end in the bucket; what travels in pieces is put together."""
