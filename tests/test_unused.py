@@ -37,6 +37,8 @@ LIBRARIES_READ = {
     "use_cpu_initialization": "Megatron's layers, of the configuration",
     "_mm_pad_token_ids": "OpenRLHF's engine actor",
     "output_kind": "vLLM, of its SamplingParams",
+    "num_gpu_blocks": "vLLM's scheduler, of a cache's configuration",
+    "make_scheduler": "vLLM, by the name in rollout/scheduler.py's QUALIFIED_NAME",
     "cu_seqlens_kv": "TransformerEngine's attention, of a pack",
     "yaml_implicit_resolvers": "PyYAML, of a loader",
     "rootRank": "torch's ProcessGroup, of BroadcastOptions",
