@@ -710,13 +710,13 @@ def reasons() -> str:
     return common.wrapped("\n".join([
         f"- **Generation**: {toy['generate']:.2f} s of a toy step against {toy_trl['generate']:.2f} s of transformers' "
         f"batch, {large['generate']:.1f} s against {large_trl['generate']:.1f} s with 20 million parameters and 200 "
-        "tokens. An engine on CPU has one thread, and half of its time on the toy policy is Python for each token. "
+        "tokens. An engine on CPU has one thread, and with a small policy much of its time is Python for each token. "
         f"Two engines on the cores that the ranks leave idle take {toy['generate'] / one['generate']:.2f} of the time "
         f"of one ({large['generate'] / large_one['generate']:.2f} with the large policy), which is why the quickstart "
         "has two.",
         f"- **Training**: {toy['train']:.2f} s against {toy_trl['train']:.2f} s, {large['train']:.1f} s against "
-        f"{large_trl['train']:.1f} s: two replicas of a rank against two threads. Four fifths of a large step are "
-        "matrix products at the speed of the core.",
+        f"{large_trl['train']:.1f} s: two replicas of a rank against two threads. Most of a large step are "
+        "matrix products.",
         f"- **Weight sync**, which TRL does not need: {toy['sync']:.2f} s and {large['sync']:.2f} s.",
         "- **Streaming** (`--train.max_staleness 1`, all on the same two cores): "
         f"{stream['step']:.2f} s a step against {toy['step']:.2f} s on the toy policy, {large_stream['step']:.1f} s "
