@@ -148,6 +148,9 @@ class PaddedRows:
         self.places, self.back = torch.cat(places).to(device), back.to(device)
 
     def attention(self, query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, scale: float) -> Tensor:
+        if len(self.shapes) == 1 and len(self.places) == len(query_LND):  # all of one length, in their order: no copy
+            query, key, value = (x.unflatten(0, self.shapes[0]) for x in (query_LND, key_LKD, value_LKD))
+            return causal_attention(query, key, value, scale).flatten(0, 1)
         rows = [_Gather.apply(x, self.places, self.back) for x in (query_LND, key_LKD, value_LKD)]
         outputs, start = [], 0
         for shape in self.shapes:

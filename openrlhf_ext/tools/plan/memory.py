@@ -199,7 +199,8 @@ class LayerActivations:
         input: the layer's input, which is all that recomputation of whole layers keeps.
         shares_input: the norms keep that tensor itself, and no copy of it.
         attention: everything up to attention and from it to the MLP, without ``core``.
-        core: what attention itself keeps: its operands, its result and their statistics.
+        core: what attention itself keeps: its operands, its result and their statistics; not what sequences of unlike
+            lengths take besides where they are padded to be computed together, on a host (``model.spec.PaddedRows``).
         core_operands: what recomputation of attention (core_attn) keeps in the place of ``core``.
         mlp: norm and MLP; their recomputation keeps their input, as large as ``input``.
     """
@@ -249,7 +250,12 @@ def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> 
         operands = e * (2 * query + 3 * key)
         core = e * (2 * query + cp * 2 * key) + _masks(work, cp) if cp > 1 else operands + e * query
         core += 4 * heads
-        return LayerActivations(wide * e, e == 4, norm + qk_norm + rope + e * query, core, operands, norm + 5 * e * ffn)
+        kept, attention = operands, norm + qk_norm + rope
+        if cp > 1:
+            attention += e * query  # the projection's input: the results of both chunks, put together
+        else:
+            kept += e * query  # the projection shares the result of attention, also where the rest is computed again
+        return LayerActivations(wide * e, e == 4, attention, core, kept, norm + 5 * e * ffn)
     linear_input = 1 if work.fp8 else e
     norm = wide * (e + linear_input) + 4 * rows
     qk_norm = (e * (query + key) + 8 * heads) if shape.qk_norm else 0
