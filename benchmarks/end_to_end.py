@@ -804,6 +804,8 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="only write document and figure, from --output")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the system under way is ended too
+    if unknown := {name for name, _ in map(counted, args.policies)} - WORKLOADS.keys():
+        parser.error(f"--policies: there is no {', '.join(sorted(unknown))}; there are {', '.join(WORKLOADS)}")
     if not args.table:
         args.work = args.work.resolve()
         results = [finished(run, args.work, args.busiest) for run in planned(args)]

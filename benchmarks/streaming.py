@@ -346,7 +346,8 @@ def real_jobs(folder: Path, steps: int) -> dict[str, Any]:
             sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", "--config", ROOT / "configs/quickstart.yaml",
             "--actor.model_name_or_path", folder / "policy", "--data.prompt_dataset", folder / "data/train.jsonl",
             "--data.max_samples", str(32 * steps), "--reward.remote_url", ROOT / "examples/python/reward_arithmetic.py",
-            "--ckpt.output_dir", out, "--eval.steps", "-1", *options,
+            "--ckpt.output_dir", out, "--eval.steps", "-1", "--vllm.num_engines", "1",
+            *options,
         ])  # fmt: skip
         records = [record for record in read_metrics(out / "metrics.jsonl") if record["step"] > 4]
         rows[name] = {key: statistics.median(record[key] for record in records) for key in MEASURED}

@@ -200,45 +200,36 @@ class MegatronPolicy(MegatronModel):
         log-probs and entropies of ``batch`` that the loss was computed with. Raises NonFiniteUpdateError: the loss, one
         of its metrics or the gradient norm is not finite.
         """  # fmt: skip
-        losses, kept = self._accumulate(batch, shaped, algorithm, seen is not None)
-        # norms of the groups before the optimizer clips in place, and metrics: read from the device together
-        metrics, squares = self.schedule.sum_metrics(losses, gradient_squares(self.models))
+        metrics = self.accumulate_gradients(batch, shaped, algorithm, seen)
         # on a GPU the losses of the micro-batches do not look themselves, to read nothing back
         if wrong := {name: value for name, value in metrics.items() if not math.isfinite(value)}:
             found = ", ".join(f"{name} = {value}" for name, value in wrong.items())
             raise NonFiniteUpdateError(f"the train step gave values that are not finite: {found}")
-        metrics = {"loss/policy": 0.0} | metrics | gradient_norms(*squares) | self.optimizer_step(more)
-        if seen is not None:
-            seen.append(LogprobEntropy(*kept.in_order()))
-        return metrics
+        return metrics | self.optimizer_step(more)
 
     def accumulate_gradients(
         self, batch: SequenceBatch, shaped: Share, algorithm: Objective, seen: list[LogprobEntropy] | None = None
     ) -> dict[str, float]:
         """A train step without the update."""
-        losses, kept = self._accumulate(batch, shaped, algorithm, seen is not None)
-        if seen is not None:
-            seen.append(LogprobEntropy(*kept.in_order()))
-        return {"loss/policy": 0.0} | self.schedule.sum_metrics(losses)[0]
-
-    def _accumulate(
-        self, batch: SequenceBatch, shaped: Share, algorithm: Objective, keeps: bool
-    ) -> tuple[list[dict[str, Tensor]], TokenValues]:
-        """Metrics of every micro-batch, and where ``keeps`` what they were computed with."""
         self.zero_grad()
         plan = self.schedule.plan(batch, forward_only=False)
-        kept = TokenValues(batch, plan, 2, self.device)
+        kept = None if seen is None else TokenValues(batch, plan, 2, self.device)
         # all at once, while the device has nothing else to do; micro-batches are then slices of it
         shaped = shaped.select(planned_rows(plan)).to(self.device)
 
         def pack_loss(part: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor, dict]:
             value, loss, head = self._loss(part, states, shaped.select(part.rows), algorithm)
-            if keeps:
+            if kept is not None:
                 kept.keep(part, (head.logprob_T.detach(), head.entropy_T.detach()))
             metrics = {name: value for name, value in loss.metrics.items() if name != "policy_loss"}
             return value, one(self.device), {"loss/policy": loss.value.detach(), **metrics}
 
-        return self.schedule.run(batch, plan, pack_loss, forward_only=False), kept
+        losses = self.schedule.run(batch, plan, pack_loss, forward_only=False)
+        if seen is not None and kept is not None:
+            seen.append(LogprobEntropy(*kept.in_order()))
+        # norms of the groups before the optimizer clips in place, and metrics: read from the device together
+        metrics, squares = self.schedule.sum_metrics(losses, gradient_squares(self.models))
+        return {"loss/policy": 0.0} | metrics | gradient_norms(*squares)
 
     def _loss(
         self, part: PackedBatch, states: Tensor, shaped: Share, algorithm: Objective

@@ -16,6 +16,7 @@ from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step import schedule
 from openrlhf_ext.megatron.step.batch import pack
+from openrlhf_ext.megatron.step.optimizer import GROUPS
 from openrlhf_ext.options.sections import Megatron
 from tests.megatron.exactness import algorithms, make_batch, rollout
 from tests.models import make_tiny_model
@@ -45,7 +46,7 @@ class OnMeta:
         super().__init__(settings)
         self.config.finalize_model_grads_func = None  # that of DDP
         self.schedule.plan = lambda batch, *, forward_only: PLAN
-        self.schedule.sum_metrics = lambda shares: ({"losses": sum(bool(share) for share in shares)}, [])
+        self.schedule.sum_metrics = lambda shares, more=(): ({"losses": sum(bool(share) for share in shares)}, more)
 
     def zero_grad(self):
         pass
@@ -69,6 +70,7 @@ def path(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def counts_on_the_cpu(monkeypatch):
     """Megatron counts tokens where it believes the device to be."""
+    monkeypatch.setattr(policy, "gradient_squares", lambda models: ([0.0] * len(GROUPS),) * 2)  # of DDP's buffers
     for module in (schedule, policy, critic):
         monkeypatch.setattr(module, "one", lambda device: torch.ones((), dtype=torch.int))
 

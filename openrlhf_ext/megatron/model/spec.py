@@ -242,8 +242,9 @@ class PackedSequences(PackedSeqParams):
 
 
 class CausalAttention(torch.nn.Module):
-    """Causal scaled-dot-product attention inside every sequence of a pack, those of about one length together (one by
-    one they were a fifth of a toy step); on a GPU in half precision torch's variable-length flash attention."""
+    """Causal scaled-dot-product attention inside every sequence of a pack, those of about one length together (the
+    train step of a toy takes 4 % less than with one by one); on a GPU in half precision torch's variable-length flash
+    attention."""
 
     def __init__(
         self,

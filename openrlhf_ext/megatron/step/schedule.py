@@ -341,12 +341,15 @@ class Schedule:
         """The shares of all micro-batches and data-parallel ranks added up, and ``more``: fp64 vectors of every rank;
         identical on every rank. All of it leaves the device at once, when the names are those of an earlier call."""
         numbers = [item for share in shares for item in share.items()] if self._counts_metrics() else []
-        if sums := self._sum(numbers, more):
+        sums = self._sum(numbers, more)
+        if sums is not None:
             return sums
         everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, [name for name, _ in numbers])
         self._names = sorted(set(self._names).union(*everyone))
-        return self._sum(numbers, more) or ({}, [])
+        sums = self._sum(numbers, more)
+        assert sums is not None, "every rank has every name now"
+        return sums
 
     def _sum(
         self, numbers: Sequence[tuple[str, Tensor]], more: Sequence[Tensor]
