@@ -51,7 +51,8 @@ from openrlhf_ext.driver.experience import in_group_order, rollout_batch, sequen
 from openrlhf_ext.driver.gauges import batch_metrics, reward_metrics, staleness_metrics
 from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.driver.scoring import deal, scores_in_order
-from openrlhf_ext.megatron.step.batch import LogprobEntropy, balance_rows, micro_batches, sequence_costs
+from openrlhf_ext.megatron.step.batch import LogprobEntropy
+from openrlhf_ext.megatron.step.dealing import balance_rows, micro_batches, sequence_costs
 from openrlhf_ext.rollout.response import Response
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from openrlhf_ext.driver.scoring import (
     scores_in_order,
 )
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch, sequence_batch
+from openrlhf_ext.megatron.step.dealing import TOKENS, RowCosts
 from openrlhf_ext.ranks.policy import TrainingShard
 from openrlhf_ext.reporting import chosen_groups
 from openrlhf_ext.rollout.response import Response, graded
@@ -80,7 +80,7 @@ class Experience:
 class ExperienceMaker:
     """Makes experience out of groups; these are shaped here, whole, and never on a shard.
 
-    Sequences are dealt to the policy's ranks by their cost in its model, which ``attention_length`` tells. Old
+    Sequences are dealt to the policy's ranks by their ``costs`` in its model. Old
     log-probs are of ``source``: ``config.estimator.old_logprobs``.
     """
 
@@ -92,7 +92,7 @@ class ExperienceMaker:
     reference: Scorer | None = None
     critic: ValueTrainer | None = None
     kl: KLCoefficient | None = None
-    attention_length: float = math.inf
+    costs: RowCosts = TOKENS
     guide: Scorer | None = None
     reward: RewardScorer | None = None
     source: str = "policy"
@@ -218,7 +218,7 @@ class ExperienceMaker:
         return list(group_chunks(len(batch), self.group_size, self.mini_batch_size))
 
     def _deals(self, batch: SequenceBatch) -> list[Deal]:
-        return deal(batch.lengths_B, self._chunks(batch), self.data_parallel_size, self.attention_length)
+        return deal(batch, self._chunks(batch), self.data_parallel_size, self.costs)
 
 
 def in_group_order(groups: Sequence[Group], group_size: int) -> list[Response]:

@@ -9,7 +9,8 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -254,7 +255,9 @@ def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:
     fullest = max(reports, key=lambda report: report.memory_bytes)
     mean = sum(report.busy_seconds for report in reports) / len(reports)
     if packed := sum(report.packed_tokens for report in reports):
-        gauges["packs/padding_fraction"] = sum(report.padding_tokens for report in reports) / packed
+        padding, repeated = (sum(map(attrgetter(name), reports)) for name in ("padding_tokens", "repeated_tokens"))
+        gauges["packs/padding_fraction"] = padding / packed
+        gauges["packs/shared_fraction"] = repeated / (packed - padding + repeated)
     if used := max(report.device_bytes for report in reports):
         gauges["memory/device_max_gib"] = used / 2**30
     return gauges | {
@@ -288,6 +291,8 @@ class StepGauges:
         self._name_slowest(reports, gauges)
         lengths, predicted = batch.lengths_B.tolist(), batch.responses.tokens
         flops = forward_flops(self.shape, lengths, predicted)
+        shared = gauges.get("packs/shared_fraction", 0.0)
+        flops = replace(flops, layers=round(flops.layers * (1.0 - shared)))
         # only the critic trained (critic.freezing_steps); no old log-probs were computed (algo.old_logprobs)
         idle = [p for p in ("logprob", "train") if not any(p in report.seconds for report in reports)]
         seconds = {name: spent for name, spent in seconds.items() if name.removeprefix("time/") not in idle}

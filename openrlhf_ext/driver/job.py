@@ -54,6 +54,7 @@ from openrlhf_ext.driver.settings import (
 from openrlhf_ext.driver.waits import Deadline, call_ranks
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
+from openrlhf_ext.megatron.settings import row_costs
 from openrlhf_ext.options import required
 from openrlhf_ext.reporting import EventLog, SampleWriter
 from openrlhf_ext.run.checkpoints import (
@@ -286,7 +287,7 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
             group_size=config.rollout.n_samples_per_prompt,
             mini_batch_size=config.train.batch_size,
             data_parallel_size=config.layout.data_parallel_size,
-            attention_length=shape.attention_length,
+            costs=row_costs(shape, config.megatron, config.layout),
             source=source,
             engine_entropies=engine_entropies(config),
             **parts.auxiliary.experience_parts(config, parts.policy),

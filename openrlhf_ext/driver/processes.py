@@ -34,6 +34,8 @@ from openrlhf_ext.driver.waits import Deadline, call_ranks
 from openrlhf_ext.fp8 import cuda_home
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_model_shape
+from openrlhf_ext.megatron.settings import row_costs
+from openrlhf_ext.megatron.step.dealing import RowCosts
 from openrlhf_ext.options import required
 from openrlhf_ext.ranks.auxiliary import CriticActor, FrozenActor, RewardActor
 from openrlhf_ext.ranks.policy import PolicyActor, SleepModes
@@ -324,17 +326,18 @@ class AuxiliaryModels:
         """Arguments of the experience maker: ``critic``, ``kl``, and a scorer for each frozen model."""
         scorers: dict[str, Any] = {model.name: self._scorer(config, policy, model) for model in frozen_models(config)}
         if self.reward is not None and config.has_reward_model:
-            replicas = config.layout_on(config.reward_ranks).data_parallel_size
-            attention_length = read_model_shape(reward_path(config)).attention_length
-            scorers["reward"] = RewardScorer(Scorer(self.reward, "forward", replicas, attention_length))
+            layout = config.layout_on(config.reward_ranks)
+            costs = _costs(reward_path(config), config, layout)
+            scorers["reward"] = RewardScorer(Scorer(self.reward, "forward", layout.data_parallel_size, costs))
         return {"critic": self._value_trainer(config), "kl": _kl_coefficient(config), **scorers}
 
     def _scorer(self, config: RunConfig, policy: RankGroup, model: FrozenModel) -> Scorer:
-        attention_length = read_model_shape(model.path).attention_length
-        if (group := self.frozen.get(model.name)) is not None:
-            layout = config.layout_on(model.ranks)
-            return Scorer(group, "forward", layout.data_parallel_size, attention_length)
-        return Scorer(policy, f"{model.name}_logprobs", config.layout.data_parallel_size, attention_length)
+        group = self.frozen.get(model.name)
+        layout = config.layout if group is None else config.layout_on(model.ranks)
+        costs = _costs(model.path, config, layout)
+        if group is not None:
+            return Scorer(group, "forward", layout.data_parallel_size, costs)
+        return Scorer(policy, f"{model.name}_logprobs", layout.data_parallel_size, costs)
 
     def _value_trainer(self, config: RunConfig) -> ValueTrainer | None:
         if self.critic is None or not config.has_critic:
@@ -344,7 +347,7 @@ class AuxiliaryModels:
             replicas=config.critic_layout.data_parallel_size,
             group_size=config.rollout.n_samples_per_prompt,
             mini_batch_size=config.train.batch_size,
-            attention_length=read_model_shape(critic_path(config)).attention_length,
+            costs=_costs(critic_path(config), config, config.critic_layout),
         )
 
     def save(self, config: RunConfig) -> None:
@@ -354,6 +357,10 @@ class AuxiliaryModels:
             logger.info("writing the critic to %s", path)
             call, timeout_s = partial(call_ranks, self.critic, "critic"), config.train.step_timeout_s
             write_hf(call, "critic", path, "ckpt.output_dir", timeout_s)
+
+
+def _costs(path: str, config: RunConfig, layout: ParallelLayout) -> RowCosts:
+    return row_costs(read_model_shape(path), config.megatron, layout)
 
 
 def _kl_coefficient(config: RunConfig) -> KLCoefficient | None:

@@ -7,7 +7,6 @@ Shape suffixes: B = completions, N = response tokens of all completions, n = tho
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,8 @@ from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.algorithms.kl import kl_k3
 from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, float64_sum
 from openrlhf_ext.algorithms.values import explained_variance
-from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets, balance_rows, sequence_batch
+from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets, sequence_batch
+from openrlhf_ext.megatron.step.dealing import TOKENS, RowCosts, deal_rows
 from openrlhf_ext.ranks.auxiliary import CriticMiniBatch
 
 if TYPE_CHECKING:
@@ -45,13 +45,12 @@ class Deal:
 
 
 def deal(
-    lengths_B: Tensor, chunks: Sequence[slice], data_parallel_size: int, attention_length: float = math.inf
+    batch: SequenceBatch, chunks: Sequence[slice], data_parallel_size: int, costs: RowCosts = TOKENS
 ) -> list[Deal]:
-    """Each data-parallel rank's rows: the rows of every optimizer step are dealt at about equal cost
-    (``balance_rows``)."""
+    """Each data-parallel rank's rows: the rows of every optimizer step are dealt at equal cost (``deal_rows``)."""
     ranks = [Deal([]) for _ in range(data_parallel_size)]
     for chunk in chunks:
-        for rank, part in zip(ranks, balance_rows(lengths_B[chunk], data_parallel_size, attention_length), strict=True):
+        for rank, part in zip(ranks, deal_rows(batch.select(chunk), data_parallel_size, costs), strict=True):
             rank.steps.append([chunk.start + row for row in part])
     return ranks
 
@@ -86,16 +85,16 @@ def scores_in_order(batch: SequenceBatch, parts: Sequence[Sequence[int]], answer
 @dataclass(frozen=True)
 class Scorer:
     """A method of a group of ranks that maps a ``SequenceBatch`` to the scores of its N response tokens; sequences are
-    dealt by their cost in the group's model (``ModelShape.attention_length``)."""
+    dealt by their cost in the group's model."""
 
     group: RankGroup
     method: str
     replicas: int
-    attention_length: float = math.inf
+    costs: RowCosts = TOKENS
 
     def start(self, batch: SequenceBatch) -> PendingScores:
         """Deals the rows to the replicas; returns at once."""
-        parts = balance_rows(batch.lengths_B, self.replicas, self.attention_length)
+        parts = deal_rows(batch, self.replicas, self.costs)
         refs = self.group.async_run_method_batch(self.method, batch=[batch.select(rows) for rows in parts])
         return PendingScores(batch, parts, refs, self.group.duplicate_actors)
 
@@ -134,11 +133,11 @@ class ValueTrainer:
         replicas: int,
         group_size: int,
         mini_batch_size: int,
-        attention_length: float = math.inf,
+        costs: RowCosts = TOKENS,
     ) -> None:
-        self.group, self.replicas, self.attention_length = group, replicas, attention_length
+        self.group, self.replicas, self.costs = group, replicas, costs
         self.group_size, self.mini_batch_size = group_size, mini_batch_size
-        self._scorer = Scorer(group, "forward", replicas, attention_length)
+        self._scorer = Scorer(group, "forward", replicas, costs)
         self._shards: list[list[CriticMiniBatch]] | None = None
 
     def start_values(self, batch: SequenceBatch) -> PendingScores:
@@ -148,7 +147,7 @@ class ValueTrainer:
     def take(self, batch: SequenceBatch, shaped: LossBatch) -> dict[str, float]:
         """Keeps what the next ``start_fit`` trains on; returns metrics of the values and returns."""
         sizes = {"group_size": self.group_size, "mini_batch_size": self.mini_batch_size, "replicas": self.replicas}
-        self._shards = value_shards(batch, shaped, **sizes, attention_length=self.attention_length)
+        self._shards = value_shards(batch, shaped, **sizes, costs=self.costs)
         return value_metrics(shaped)
 
     def start_fit(self) -> list[Any]:
@@ -166,13 +165,13 @@ def value_shards(
     group_size: int,
     mini_batch_size: int,
     replicas: int,
-    attention_length: float = math.inf,
+    costs: RowCosts = TOKENS,
 ) -> list[list[CriticMiniBatch]]:
     """For each data-parallel rank of the critic, its part of every optimizer step."""
     values_N, returns_N = (shaped[name].float() for name in ("values", "returns"))
     whole = ValueTargets(values_N, returns_N, shaped.segments, torch.tensor(0))
     chunks = list(group_chunks(len(batch), group_size, mini_batch_size))
-    deals = deal(batch.lengths_B, chunks, replicas, attention_length)
+    deals = deal(batch, chunks, replicas, costs)
     ranks: list[list[CriticMiniBatch]] = [[] for _ in range(replicas)]
     for step, chunk in enumerate(chunks):
         targets = dataclasses.replace(whole, tokens=shaped.lengths[chunk].sum())

@@ -9,6 +9,8 @@ from typing import Any
 from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.layers.fp8 import FP8Layers
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.shape import ModelShape
+from openrlhf_ext.megatron.step.dealing import RowCosts
 from openrlhf_ext.options.sections import Actor, Critic, Megatron, Rollout, Train
 
 
@@ -34,6 +36,12 @@ class ModelSettings:
             return None
         tokens = self.train.max_tokens_per_gpu
         return (self.rollout.max_tokens_per_gpu or tokens) if forward_only else tokens
+
+
+def row_costs(shape: ModelShape, megatron: Megatron, layout: ParallelLayout) -> RowCosts:
+    """What rows cost in a model of this shape, and whether their packs share prompts: not where context parallelism
+    cuts every sequence."""
+    return RowCosts(shape.attention_length, megatron.share_prompts_enable and layout.context_parallel_size == 1)
 
 
 def training_environment(config: Any) -> dict[str, str]:

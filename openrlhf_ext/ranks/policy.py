@@ -114,7 +114,10 @@ class PolicyActor(TrainedActor):
     def rank_report(self) -> RankReport:
         """This rank's time by phase and its padding since the last report, and its memory. Not a collective."""
         report, counted = self.timers.report(dist.get_rank()), self.policy.schedule.take_count()
-        return replace(report, packed_tokens=counted.packed, padding_tokens=counted.packed - counted.real)
+        return replace(
+            report, packed_tokens=counted.packed, padding_tokens=counted.packed - counted.real,
+            repeated_tokens=counted.repeated,
+        )  # fmt: skip
 
     def weight_digest(self) -> str:
         """Fingerprint of this rank's weights, and of what the optimizer updates. Not a collective."""

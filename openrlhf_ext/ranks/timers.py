@@ -51,6 +51,7 @@ class RankReport:
     device_bytes: int = 0
     packed_tokens: int = 0
     padding_tokens: int = 0
+    repeated_tokens: int = 0
 
     @property
     def busy_seconds(self) -> float:

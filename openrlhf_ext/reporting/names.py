@@ -118,6 +118,9 @@ METRICS = (
     Metric("packs/padding_fraction", "fraction",
         "padding in the packs that the policy's ranks computed since the last step (old log-probs, training): tokens "
         "that context and sequence parallelism and FP8 take to cut packs evenly, and micro-batches without sequences"),
+    Metric("packs/shared_fraction", "fraction",
+        "tokens of prompts that these ranks did not compute again for another response, of all tokens of their "
+        "sequences (megatron.share_prompts_enable)"),
     Metric("loss/sft", "nats",
         "supervised fine-tuning: mean negative log-prob of the tokens of the step that are trained on"),
     Metric("loss/policy", "loss", "policy loss of the whole batch, mean over the optimizer updates of the step"),

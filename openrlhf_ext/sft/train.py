@@ -24,8 +24,9 @@ from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.settings import ModelSettings, layer_converters
-from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
+from openrlhf_ext.megatron.settings import ModelSettings, layer_converters, row_costs
+from openrlhf_ext.megatron.step.batch import SequenceBatch
+from openrlhf_ext.megatron.step.dealing import deal_rows
 from openrlhf_ext.megatron.step.schedule import sum_over_replicas
 from openrlhf_ext.megatron.watchdog import phase, start_watchdog, wait_for_all
 from openrlhf_ext.options import required
@@ -185,8 +186,8 @@ class Supervised:
     def _own(self, of: SequenceBatch, rows: list[int]) -> list[int]:
         """Those of this data-parallel rank, about as much work for each. Not a collective."""
         replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-        lengths_B = of.lengths_B[torch.tensor(rows)]
-        return [rows[place] for place in balance_rows(lengths_B, replicas, self.policy.shape.attention_length)[replica]]
+        costs = row_costs(self.policy.shape, self.config.megatron, self.config.layout)
+        return [rows[place] for place in deal_rows(of.select(rows), replicas, costs)[replica]]
 
     def _evaluate(self) -> None:
         """The mean loss over all trained tokens of the held-out examples."""

@@ -59,7 +59,7 @@ def test_losses_of_all_shards_add_up_to_the_loss_of_each_mini_batch(groups, rank
     shaped = algorithm.shape(rollout)
     new = rollout.old_logprobs + 0.1 * torch.randn(rollout.old_logprobs.shape, dtype=torch.float64)
     chunks = list(group_chunks(len(batch), GROUP, per_step * GROUP))
-    deals = deal(batch.lengths_B, chunks, ranks)
+    deals = deal(batch, chunks, ranks)
     shards = pickle.loads(pickle.dumps(training_shards(shaped, chunks, deals)))
     assert all(len(shard.mini_batches) == len(chunks) for shard in shards), "every rank takes part in every step"
     for step, chunk in enumerate(chunks):

@@ -19,7 +19,8 @@ from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
-from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
+from openrlhf_ext.megatron.step.batch import SequenceBatch
+from openrlhf_ext.megatron.step.dealing import balance_rows
 from openrlhf_ext.options.sections import Actor, Adam, Critic, CriticAdam, Megatron, Rollout, Train
 from tests.megatron.parity import WeightedLogprob
 from tests.megatron.slow_disk import let_others_wait, monitors

@@ -59,6 +59,8 @@ def algorithms() -> dict[str, Any]:
 def make_batch(vocab: int) -> SequenceBatch:
     generator = torch.Generator().manual_seed(5)
     sequences = [torch.randint(2, vocab, (p + r,), generator=generator) for p, r in LENGTHS]
+    for row, (prompt, _) in enumerate(LENGTHS):  # of a group the same one
+        sequences[row][:prompt] = sequences[row // GROUP * GROUP][:prompt]
     masks = [torch.tensor([0] * (p - 1) + [1] * r) for p, r in LENGTHS]
     return masked_batch(sequences, masks)
 

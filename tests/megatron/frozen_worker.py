@@ -13,7 +13,7 @@ from openrlhf_ext.megatron.host_memory import FrozenCopy
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
-from openrlhf_ext.megatron.step.batch import balance_rows
+from openrlhf_ext.megatron.step.dealing import balance_rows
 from openrlhf_ext.options.sections import Actor, Adam, Megatron
 from tests.megatron.parity import WeightedLogprob
 from tests.megatron.reference import TEMPERATURE

@@ -9,7 +9,8 @@ from megatron.core import parallel_state
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.host_memory import KINDS, ModelStates
 from openrlhf_ext.megatron.policy import MegatronPolicy
-from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
+from openrlhf_ext.megatron.step.batch import SequenceBatch
+from openrlhf_ext.megatron.step.dealing import balance_rows
 from tests.megatron.parity import WeightedLogprob, settings
 from tests.patience import PATIENCE_S
 

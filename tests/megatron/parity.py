@@ -14,7 +14,8 @@ from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
-from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows
+from openrlhf_ext.megatron.step.batch import SequenceBatch
+from openrlhf_ext.megatron.step.dealing import balance_rows
 from openrlhf_ext.options.sections import Actor, Adam, Megatron, Rollout, Train
 from tests.patience import PATIENCE_S
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf_ext.megatron.model.shape import read_model_shape
-from openrlhf_ext.megatron.step.batch import SequenceBatch, balance_rows, micro_batches, sequence_batch, sequence_costs
+from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
+from openrlhf_ext.megatron.step.dealing import balance_rows, micro_batches, sequence_costs
 from tests.models import make_tiny_model
 
 LENGTHS = st.lists(st.integers(2, 60), min_size=1, max_size=40)

@@ -102,7 +102,7 @@ def test_attention_gets_the_boundaries_and_the_rotary_embedding_before_it_none(s
     with fake_rank(ParallelLayout(1), 0):
         config = transformer_config(shape, ParallelLayout(1), torch.float32, Megatron())
         decoder = build.build_model(shape, config).decoder
-    build.boundaries_on_device(decoder)
+    build.give_whole_sequences(decoder)
     part = pack(ragged([(2, 3), (4, 1)]), PackShape())
     sequences = packed_sequences(part, fused_rope=False)
     for layer in decoder.layers:

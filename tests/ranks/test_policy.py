@@ -34,7 +34,7 @@ def rollout():
 def ranks(rollout) -> list[dict]:
     batch, rollout_batch, new_N = rollout
     chunks = list(group_chunks(len(batch), GROUP, 3 * GROUP))
-    deals, parts = deal(batch.lengths_B, chunks, LAYOUT.data_parallel_size), {}
+    deals, parts = deal(batch, chunks, LAYOUT.data_parallel_size), {}
     for name, options in OPTIONS.items():
         shaped = get_algorithm(name, **options).shape(rollout_batch)
         shards = training_shards(shaped, chunks, deals, seed=7)

@@ -171,6 +171,7 @@ def packed_sequences(part: PackedBatch, fused_rope: bool) -> PackedSequences:
         max_seqlen_kv=max(part.slots),
         slots=part.slots,
         boundaries=part.boundaries,
+        shared=part.shared,
     )
 
 
@@ -193,19 +194,27 @@ def _spec(
     return block_spec(config, vp_stage, converters)
 
 
-def boundaries_on_device(decoder: torch.nn.Module) -> None:
-    """Gives every attention core the boundaries of a pack, as TransformerEngine's kernels need them; Megatron's rotary
-    embedding before it has none (``packed_sequences``)."""
+def give_whole_sequences(decoder: torch.nn.Module) -> None:
+    """Gives TransformerEngine's attention cores the boundaries of a pack, as their kernels need them (Megatron's rotary
+    embedding before them has none, see ``packed_sequences``), and whole sequences where these share prompts."""
 
-    def moved(_module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def enter(_module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         pack: PackedSequences = kwargs["packed_seq_params"]
-        moved = copy(pack)
+        moved, whole = copy(pack), pack.whole
         moved.cu_seqlens_q = moved.cu_seqlens_kv = pack.boundaries
+        if whole is not None:
+            query, key, value, *others = args
+            args = (whole.gather(query), whole.gather(key), whole.gather(value), *others)
         return args, kwargs | {"packed_seq_params": moved}
+
+    def leave(_module: torch.nn.Module, _args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+        whole = kwargs["packed_seq_params"].whole
+        return output if whole is None else whole.take(output)
 
     for name, module in decoder.named_modules():
         if name.endswith("core_attention"):
-            module.register_forward_pre_hook(moved, with_kwargs=True)
+            module.register_forward_pre_hook(enter, with_kwargs=True)
+            module.register_forward_hook(leave, with_kwargs=True)
 
 
 def fuse_weight_gradients(decoder: torch.nn.Module) -> None:
@@ -247,5 +256,5 @@ def build_model(
         return model
     fuse_weight_gradients(model.decoder)
     if uses_transformer_engine(config.params_dtype, converters) and not config.apply_rope_fusion:
-        boundaries_on_device(model.decoder)
+        give_whole_sequences(model.decoder)
     return model.cuda() if torch.cuda.is_available() else model

@@ -45,6 +45,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from openrlhf_ext.megatron.layers import LayerConverter
+from openrlhf_ext.megatron.step.batch import SharedPrompts
 
 
 class _GatherRanks(torch.autograd.Function):
@@ -98,21 +99,30 @@ def causal_attention(query_BLND: Tensor, key_BLKD: Tensor, value_BLKD: Tensor, s
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of a tensor; ``back``: where in the result each of the tensor's rows is, once, which alone has a gradient:
-    torch's own backward of an index adds row by row."""
+    """Rows of a tensor; ``back``: where in the result each of the tensor's rows is. ``more``: where those of ``rows``
+    are once more, then those of the first of them twice more, and so on, ``counts`` of them. What else the result has
+    gets no gradient. Torch's own backward of an index adds row by row, and on a GPU in no certain order."""
 
     @staticmethod
-    def forward(ctx, tensor: Tensor, places: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
+    def forward(ctx, tensor: Tensor, places: Tensor, back: Tensor, rows: Tensor, more: Tensor, counts: tuple) -> Tensor:
+        ctx.save_for_backward(back, rows, more)
+        ctx.counts = counts
         return tensor.index_select(0, places)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, *ctx.saved_tensors), None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        back, rows, more = ctx.saved_tensors
+        out = grad.index_select(0, back)
+        if ctx.counts:
+            total = out.index_select(0, rows).float()  # of bf16 a sum that is rounded once
+            for places in more.split(ctx.counts):
+                total[: len(places)] += grad.index_select(0, places)
+            out.index_copy_(0, rows, total.to(out.dtype))
+        return out, None, None, None, None, None
 
 
 class _TakeBack(torch.autograd.Function):
-    """The other way: each row that is not padding."""
+    """The other way: each row once."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor, back: Tensor) -> Tensor:
@@ -126,11 +136,26 @@ class _TakeBack(torch.autograd.Function):
         return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, back, grad), None
 
 
-class PaddedRows:
-    """The sequences of a pack as rectangles of about as long ones. A shorter one is padded at its end, which no token
-    of it sees under a causal mask."""
+class WholeRows:
+    """The sequences of a pack as attention needs them, whole, one behind the other: from the tokens that are computed,
+    of which those of a shared prompt are in several (``SharedPrompts``), and from its output those tokens'."""
 
-    def __init__(self, slots: Sequence[int], device: torch.device) -> None:
+    def __init__(self, shared: SharedPrompts) -> None:
+        self.places, self.back = shared.computed_P, shared.kept_L
+        self.rows, self.more, self.counts = shared.prompts_X, shared.copies, shared.copy_counts
+
+    def gather(self, tensor_LND: Tensor) -> Tensor:
+        return _Gather.apply(tensor_LND, self.places, self.back, self.rows, self.more, self.counts)
+
+    def take(self, output: Tensor) -> Tensor:
+        return _TakeBack.apply(output, self.back)
+
+
+class PaddedRows(WholeRows):
+    """The same as rectangles of about as long sequences. A shorter one is padded at its end, which no token of it sees
+    under a causal mask."""
+
+    def __init__(self, slots: Sequence[int], device: torch.device, shared: SharedPrompts | None = None) -> None:
         order = sorted(range(len(slots)), key=lambda i: -slots[i])
         self.shapes: list[tuple[int, int]] = []  # (sequences, tokens) of each rectangle
         places, back = [], torch.empty(sum(slots), dtype=torch.long)
@@ -146,19 +171,27 @@ class PaddedRows:
                 back[own] = torch.arange(taken, taken + slots[i])
                 taken += longest
         self.places, self.back = torch.cat(places).to(device), back.to(device)
+        self.rows = self.more = self.back[:0]
+        self.counts = ()
+        # all of one length, in their order: no copy
+        self.as_they_are = shared is None and len(self.shapes) == 1 and taken == sum(slots)
+        if shared is not None:
+            whole = WholeRows(shared)
+            self.rows, self.more, self.counts = whole.rows, self.back[whole.more], whole.counts
+            self.places, self.back = whole.places[self.places], self.back[whole.back]
 
     def attention(self, query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, scale: float) -> Tensor:
-        if len(self.shapes) == 1 and len(self.places) == len(query_LND):  # all of one length, in their order: no copy
+        if self.as_they_are:
             query, key, value = (x.unflatten(0, self.shapes[0]) for x in (query_LND, key_LKD, value_LKD))
             return causal_attention(query, key, value, scale).flatten(0, 1)
-        rows = [_Gather.apply(x, self.places, self.back) for x in (query_LND, key_LKD, value_LKD)]
+        rows = [self.gather(x) for x in (query_LND, key_LKD, value_LKD)]
         outputs, start = [], 0
         for shape in self.shapes:
             end = start + math.prod(shape)
             query, key, value = (x[start:end].unflatten(0, shape) for x in rows)
             outputs.append(causal_attention(query, key, value, scale).flatten(0, 1))
             start = end
-        return _TakeBack.apply(torch.cat(outputs), self.back)
+        return self.take(torch.cat(outputs))
 
 
 def context_parallel_attention(
@@ -234,11 +267,17 @@ class PackedSequences(PackedSeqParams):
 
     slots: tuple[int, ...]  # length of each sequence's slot, on the host, because reading it from the device stalls
     boundaries: Tensor  # (sequences + 1,) int32 where the slots begin and end, on the device that computes
+    shared: SharedPrompts | None = None  # slots and boundaries are of whole sequences, what comes may be less
 
     @cached_property
     def rows(self) -> PaddedRows:
         """Made by the first layer that asks, for all of them."""
-        return PaddedRows(self.slots, self.boundaries.device)
+        return PaddedRows(self.slots, self.boundaries.device, self.shared)
+
+    @property
+    def whole(self) -> WholeRows | None:
+        """None where the tokens that come are those of whole sequences."""
+        return None if self.shared is None else WholeRows(self.shared)
 
 
 class CausalAttention(torch.nn.Module):
@@ -286,11 +325,15 @@ class CausalAttention(torch.nn.Module):
     def _varlen(self, query_LND: Tensor, key_LKD: Tensor, value_LKD: Tensor, pack: PackedSequences) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        longest = pack.max_seqlen_q
-        return varlen_attn(  # type: ignore[return-value]  # a tuple only if auxiliary outputs are asked for
+        longest, whole = pack.max_seqlen_q, pack.whole
+        if whole is not None:
+            query_LND, key_LKD, value_LKD = (whole.gather(x) for x in (query_LND, key_LKD, value_LKD))
+        out = varlen_attn(
             query_LND, key_LKD, value_LKD, pack.boundaries, pack.boundaries, longest, longest, scale=self.scale,
             window_size=(-1, 0), enable_gqa=query_LND.shape[1] != key_LKD.shape[1],
         )  # fmt: skip
+        assert isinstance(out, Tensor), "a tuple only if auxiliary outputs are asked for"
+        return out if whole is None else whole.take(out)
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:

@@ -1,4 +1,4 @@
-"""Sequences as the policy sees them, which rows are computed together, and the packs of these, without padding.
+"""Sequences as the policy sees them, and the packs of those that are computed together, without padding.
 
 Every sequence has a slot in the pack. A slot is as long as its sequence, except that context parallelism cuts every
 slot into ``2 * cp`` chunks of equal length, sequence parallelism cuts a rank's whole share into ``tp`` pieces, and
@@ -9,17 +9,21 @@ what it computes.
 Context parallelism cuts like Megatron and TransformerEngine do ("zig-zag"): of the ``2 * cp`` chunks of a slot, rank r
 holds chunk r and chunk ``2 * cp - 1 - r``, which gives all ranks the same work under a causal mask.
 
+Sequences of a pack that begin with the same prompt share what is computed of it, all but its last token, which predicts
+the first response token of its own sequence: the pack holds the prompt once, and only attention sees whole sequences
+(``SharedPrompts``). Not under context parallelism, where every rank holds pieces of every sequence.
+
 Shape suffixes: B = sequences, M = tokens of all sequences (prompts and responses), R = ranges of response tokens, N =
-response tokens of all (of a pack: that this rank predicts), P = tokens of the whole pack, L = those on this rank.
+response tokens of all (of a pack: that this rank predicts), P = tokens of the whole pack (with every prompt as often as
+there are sequences), L = those that this rank computes, X = those of shared prompts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -29,6 +33,13 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms.segments import RowSelection, Segments, packed, unpacked
+
+
+class Prompts(NamedTuple):
+    """What rows begin with, all but the last token of the prompt: (B,) its length, and the first row with the same."""
+
+    tokens_B: np.ndarray
+    first_B: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -78,6 +89,27 @@ class SequenceBatch:
         spans = self.ranges_R2.tolist()
         return torch.cat([self.lengths_B[:0], *(torch.arange(start - 1, stop - 1) for start, stop in spans)])
 
+    @cached_property
+    def prompts(self) -> Prompts:
+        """What is before the token that predicts the first response token; nothing of a row without responses."""
+        turns_B, tokens = self.ranges_B.numpy(), self.tokens_M.numpy()
+        lengths_B = np.zeros(len(self), np.int64)
+        first_range_B = np.cumsum(turns_B) - turns_B
+        lengths_B[turns_B > 0] = self.ranges_R2.numpy()[first_range_B[turns_B > 0], 0] - 1
+        spans = zip(self.sequences.bounds[:-1].tolist(), lengths_B.tolist(), strict=True)
+        rows: dict[bytes, int] = {}
+        first = [rows.setdefault(tokens[start : start + n].tobytes(), row) for row, (start, n) in enumerate(spans)]
+        return Prompts(lengths_B, np.array(first, np.int64))
+
+    def repeated(self, rows: Iterable[int]) -> list[int]:
+        """How many tokens at the beginning of each of these rows one before it has too: its prompt or nothing."""
+        seen, counts = set(), []
+        for row in rows:
+            first = int(self.prompts.first_B[row])
+            counts.append(int(self.prompts.tokens_B[row]) if first in seen else 0)
+            seen.add(first)
+        return counts
+
     def select(self, rows: RowSelection) -> SequenceBatch:
         index = rows if isinstance(rows, slice) else torch.as_tensor(rows, dtype=torch.long)
         return SequenceBatch(
@@ -107,74 +139,6 @@ def sequence_batch(sequences: Sequence[np.ndarray], actions: Sequence[Sequence[t
         torch.tensor([span for spans in actions for span in spans], dtype=torch.long).view(-1, 2),
         torch.tensor(ranges, dtype=torch.long),
     )
-
-
-# ---- which rows are computed together ------------------------------------------------------------------------------
-
-
-def sequence_costs(lengths: Sequence[int], attention_length: float = math.inf) -> list[float]:
-    """Relative computing time: ``length * (1 + length / attention_length)`` (``ModelShape``); infinite: tokens alone
-    count."""
-    return [length * (1.0 + length / attention_length) for length in lengths]
-
-
-def balance_rows(lengths_B: Tensor, parts: int, attention_length: float = math.inf) -> list[list[int]]:
-    """Deals rows to ``parts`` data-parallel ranks so that they compute for about as long; some may stay empty. The
-    longest go first, each to the rank with the least work so far: never worse than 4/3 of the optimum (Graham 1969)."""
-    costs = sequence_costs(lengths_B.tolist(), attention_length)
-    bins = _deal(costs, [0] * len(costs), 1, parts)
-    assert bins is not None, "rows of size 0 fit everywhere"
-    return bins
-
-
-def micro_batches(costs: Sequence[float], sizes: Sequence[int], capacity: int, at_least: int = 1) -> list[list[int]]:
-    """Row indices of each micro-batch: about as few as the capacity allows, of about equal cost, the costliest first.
-
-    ``sizes``: what each row takes of a micro-batch's capacity (tokens, or 1 to count rows); a row larger than that gets
-    a micro-batch of its own. ``at_least``: how many to make even if fewer would do, empty ones when rows are few.
-    """
-    # rows that cannot share a micro-batch with each other, and those that fill one
-    alone = sum(2 * size > capacity for size in sizes)
-    least = max(at_least, alone, -(-sum(min(size, capacity) for size in sizes) // capacity))
-    bins, count, step = _deal(costs, sizes, capacity, least), least, 1 + least // 256
-    while bins is None:
-        least, count, step = count + 1, count + step, 2 * step
-        bins = _deal(costs, sizes, capacity, count)
-    while least < count:
-        middle = (least + count) // 2
-        fewer = _deal(costs, sizes, capacity, middle)
-        if fewer is None:
-            least = middle + 1
-        else:
-            bins, count = fewer, middle
-    return sorted(bins, key=lambda rows: -sum(costs[row] for row in rows))
-
-
-def _deal(costs: Sequence[float], sizes: Sequence[int], capacity: int, count: int) -> list[list[int]] | None:
-    """Rows in descending order of cost, each into the cheapest of ``count`` bins with room; None if one finds none.
-    Bins without room wait apart, by what they hold, until a smaller row comes: sizes mostly fall with the costs."""
-    bin_of, loads, filled = [0] * len(costs), [0.0] * count, [0] * count
-    open_bins = [(0.0, i) for i in range(count)]  # heap of (cost so far, bin)
-    tight: list[tuple[int, int]] = []  # heap of (filled, bin)
-    for row in sorted(range(len(costs)), key=lambda row: -costs[row]):
-        most = capacity - sizes[row]
-        while tight and tight[0][0] <= most:
-            _, chosen = heapq.heappop(tight)
-            heapq.heappush(open_bins, (loads[chosen], chosen))
-        while open_bins and filled[open_bins[0][1]] > max(most, 0):  # an empty one takes any row
-            _, chosen = heapq.heappop(open_bins)
-            heapq.heappush(tight, (filled[chosen], chosen))
-        if not open_bins:
-            return None
-        chosen = open_bins[0][1]
-        bin_of[row] = chosen
-        loads[chosen] += costs[row]
-        filled[chosen] += sizes[row]
-        heapq.heapreplace(open_bins, (loads[chosen], chosen))
-    bins: list[list[int]] = [[] for _ in range(count)]
-    for row, chosen in enumerate(bin_of):
-        bins[chosen].append(row)
-    return bins
 
 
 class LogprobEntropy(NamedTuple):
@@ -209,6 +173,28 @@ class ValueTargets:
         return ValueTargets(*(value.to(device) for value in vars(self).values()))
 
 
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on ``device``; the host does not wait for a GPU, which fetches it from pinned memory on its own."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """How whole sequences, which attention needs, come from the tokens that are computed, and the other way."""
+
+    computed_P: Tensor  # int64, which of the L computed tokens every token of the whole pack is
+    kept_L: Tensor  # int64, where in the whole pack the computed tokens are: a prompt in its first sequence
+    prompts_X: Tensor  # int64, the computed tokens of prompts of several sequences, those of most sequences first
+    copies: Tensor  # int64, where in the whole pack the first of these X tokens are once more, then twice more, ...
+    copy_counts: tuple[int, ...]  # how many of them these are
+
+    def to(self, device: torch.device) -> SharedPrompts:
+        computed_P, kept_L, prompts_X, copies = (
+            _moved(tensor, device) for tensor in (self.computed_P, self.kept_L, self.prompts_X, self.copies)
+        )
+        return SharedPrompts(computed_P, kept_L, prompts_X, copies, self.copy_counts)
+
+
 @dataclass(frozen=True)
 class PackedBatch:
     """A micro-batch as this rank computes it, its N response tokens (under context parallelism perhaps none) in the
@@ -225,27 +211,29 @@ class PackedBatch:
     boundaries: Tensor  # (sequences + 1,) int32, where the slots of the whole pack begin and end
     slots: tuple[int, ...]  # length of each slot in the whole pack
     piece_counts: tuple[int, ...]  # how many of the N hidden states are in each piece of this rank's L tokens
+    shared: SharedPrompts | None  # None: every sequence has its prompt for itself
 
     @property
     def response_tokens(self) -> int:
         return self.tokens.stop - self.tokens.start
 
     def to(self, device: torch.device) -> PackedBatch:
-        """A copy on ``device``; the host does not wait for a GPU, which fetches it from pinned memory on its own."""
-        tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
-        if device.type == "cuda":
-            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-        return replace(self, **{name: t.to(device, non_blocking=True) for name, t in tensors.items()})
+        tensors: dict[str, Any] = {
+            name: _moved(value, device) for name, value in vars(self).items() if torch.is_tensor(value)
+        }
+        return replace(self, **tensors, shared=self.shared and self.shared.to(device))
 
 
 @dataclass(frozen=True)
 class PackShape:
     """What the lengths of a pack must be multiples of. ``pieces``: those of a rank's share of the pack, each a multiple
-    of ``piece_unit`` tokens: the tensor-parallel size under sequence parallelism, else 1."""
+    of ``piece_unit`` tokens: the tensor-parallel size under sequence parallelism, else 1. ``shares_prompts``: a prompt
+    of several sequences is computed once."""
 
     context_parallel_size: int = 1
     pieces: int = 1
     piece_unit: int = 1
+    shares_prompts: bool = False
 
     @property
     def unit(self) -> int:
@@ -255,33 +243,52 @@ class PackShape:
     def pack_unit(self) -> int:
         return math.lcm(self.unit, self.context_parallel_size * self.pieces * self.piece_unit)
 
-    def slots(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Length of each sequence's slot; the last one takes what the whole pack needs to be cut evenly."""
+    def repeated(self, batch: SequenceBatch, rows: Sequence[int]) -> list[int]:
+        """How many tokens at the beginning of each row of a pack are not computed again."""
+        counts = batch.repeated(rows) if self.shares_prompts else [0] * len(rows)
+        worth = sum(counts) * _SHARED_FROM >= int(batch.lengths_B[list(rows)].sum())
+        return counts if worth else [0] * len(rows)
+
+    def slots(self, lengths: Sequence[int], repeated: int = 0) -> tuple[int, ...]:
+        """Length of each sequence's slot; the last one takes what the tokens that are computed, all but ``repeated``,
+        need to be cut evenly."""
         slots = [-(-length // self.unit) * self.unit for length in lengths]
-        slots[-1] += -sum(slots) % self.pack_unit
+        slots[-1] += -(sum(slots) - repeated) % self.pack_unit
         return tuple(slots)
 
-    def tokens_per_rank(self, lengths: Sequence[int]) -> int:
-        return sum(self.slots(lengths)) // (self.context_parallel_size * self.pieces)
+    def tokens_per_rank(self, lengths: Sequence[int], repeated: int = 0) -> int:
+        return (sum(self.slots(lengths, repeated)) - repeated) // (self.context_parallel_size * self.pieces)
+
+
+# the part of a pack's tokens that sharing has to save is one in this many: gathering whole sequences around attention
+# moves some 50 kB a token and layer of a 7B model, which takes an H100 about a hundredth of its layer's time
+_SHARED_FROM = 32
 
 
 @dataclass
 class TokenCount:
-    """Tokens in the packs that were made: of sequences, and with the padding behind them."""
+    """Tokens in the packs that were made: of sequences, and with the padding behind them; and those of prompts that
+    were not computed again."""
 
     real: int = 0
     packed: int = 0
+    repeated: int = 0
 
 
 def pack(
     batch: SequenceBatch, shape: PackShape, *, first_row: int = 0, first_token: int = 0, context_parallel_rank: int = 0
 ) -> PackedBatch:
     """Packs the sequences of a micro-batch; ``first_row``, ``first_token``: rows and response tokens before it."""
-    slots = shape.slots(batch.lengths_B.tolist())
+    repeated = shape.repeated(batch, range(len(batch)))
+    slots = shape.slots(batch.lengths_B.tolist(), sum(repeated))
     ends = list(itertools.accumulate(slots, initial=0))
     starts_B = torch.tensor(ends[:-1])
     tokens_P, positions_P = _whole_pack(batch, slots, starts_B)
-    mine_L = local_places(slots, shape.context_parallel_size, context_parallel_rank)
+    shared = share_prompts(batch, ends, repeated) if any(repeated) else None
+    if shared is None:
+        mine_L = local_places(slots, shape.context_parallel_size, context_parallel_rank)
+    else:
+        mine_L = shared.kept_L
     place_P = torch.full_like(tokens_P, -1).scatter_(0, mine_L, torch.arange(len(mine_L)))
     hidden = place_P[batch.responses.spread(starts_B) + batch.predict_N]
     here = hidden >= 0
@@ -297,6 +304,35 @@ def pack(
         boundaries=torch.tensor(ends, dtype=torch.int32),
         slots=slots,
         piece_counts=tuple(torch.bincount(piece, minlength=shape.pieces).tolist()),
+        shared=shared,
+    )
+
+
+def share_prompts(batch: SequenceBatch, ends: Sequence[int], repeated: Sequence[int]) -> SharedPrompts:
+    """Every prompt computed in the slot of its first sequence. ``ends``: where the slots of the whole pack begin, and
+    its end; ``repeated``: how many tokens at the beginning of each are an earlier one's."""
+    first = batch.prompts.first_B.tolist()
+    copies: dict[int, list[int]] = {}  # the first row of each shared prompt: where the others' slots begin
+    kept_P = torch.ones(ends[-1], dtype=torch.bool)
+    for row, count in enumerate(repeated):
+        if count:
+            copies.setdefault(first[row], []).append(ends[row])
+            kept_P[ends[row] : ends[row] + count] = False
+    computed_P = kept_P.cumsum(0) - 1
+    prompts, again = [], [[] for _ in range(max(map(len, copies.values())))]  # type: ignore[var-annotated]
+    for row, starts in sorted(copies.items(), key=lambda item: -len(item[1])):
+        count = int(batch.prompts.tokens_B[row])
+        own = computed_P[ends[row] : ends[row] + count]
+        prompts.append(own)
+        for number, start in enumerate(starts):
+            computed_P[start : start + count] = own
+            again[number].append(torch.arange(start, start + count))
+    return SharedPrompts(
+        computed_P=computed_P,
+        kept_L=kept_P.nonzero().squeeze(1),
+        prompts_X=torch.cat(prompts),
+        copies=torch.cat([places for number in again for places in number]),
+        copy_counts=tuple(sum(map(len, number)) for number in again),
     )
 
 

@@ -28,15 +28,15 @@ from torch import Tensor
 from openrlhf_ext.megatron.built import BuiltModel
 from openrlhf_ext.megatron.model.build import packed_sequences
 from openrlhf_ext.megatron.model.spec import sum_ranks
+from openrlhf_ext.megatron.settings import row_costs
 from openrlhf_ext.megatron.step.batch import (
     PackedBatch,
     PackShape,
     SequenceBatch,
     TokenCount,
-    micro_batches,
     pack,
-    sequence_costs,
 )
+from openrlhf_ext.megatron.step.dealing import Sizes, plan_micro_batches
 from openrlhf_ext.megatron.watchdog import progress
 
 
@@ -185,31 +185,35 @@ class Schedule:
     def __init__(self, model: BuiltModel) -> None:
         self._model, self.device, self.config = model, model.device, model.config
         self.counted = TokenCount()
+        settings = model.settings
+        self._costs = row_costs(model.shape, settings.megatron, settings.layout)
         self._names: list[str] = []  # of the metrics that any rank has given so far
 
     def plan(self, batch: SequenceBatch, *, forward_only: bool) -> list[list[int]]:
         """Rows of each micro-batch of this data-parallel rank: a fixed number, or as many as fit a budget of tokens, at
         about equal costs. Every data-parallel rank gets as many micro-batches, so some may be empty."""
-        lengths = batch.lengths_B.tolist()
-        costs = sequence_costs(lengths, self._model.shape.attention_length)
-        sizes, capacity = self._capacity(lengths, forward_only)
+        costs, sizes = self._costs, self._sizes(batch, forward_only)
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
         # interleaved schedules want whole rounds of micro-batches
-        multiple = parallel_state.get_pipeline_model_parallel_world_size() if len(self._model.chunks) > 1 else 1
-        fewest = micro_batches(costs, sizes, capacity, multiple)
+        multiple = stages if len(self._model.chunks) > 1 else 1
+        fewest = plan_micro_batches(batch, sizes, multiple, costs, stages)
         most = -(-self._most(len(fewest)) // multiple) * multiple
         # dealt to that many they are about equal; that fails only where rows are hard to fit, and empty ones do then
-        plan = fewest if len(fewest) == most else micro_batches(costs, sizes, capacity, most)
+        plan = fewest if len(fewest) == most else plan_micro_batches(batch, sizes, most, costs, stages)
         return plan if len(plan) == most else [*fewest, *([] for _ in range(most - len(fewest)))]
 
-    def _capacity(self, lengths: list[int], forward_only: bool) -> tuple[list[int], int]:
-        settings = self._model.settings
+    def _sizes(self, batch: SequenceBatch, forward_only: bool) -> Sizes:
+        settings, rows = self._model.settings, len(batch)
         tokens = settings.tokens_per_micro_batch(forward_only)
         if tokens is None:
-            return [1] * len(lengths), (settings.rollout if forward_only else settings.train).micro_batch_size
+            capacity = (settings.rollout if forward_only else settings.train).micro_batch_size
+            return Sizes([1] * rows, [0] * rows, capacity)
         shape = self._pack_shape
         slots = PackShape(shape.context_parallel_size)  # sequences share what the end of a pack takes
         capacity = tokens * shape.context_parallel_size // shape.pack_unit * shape.pack_unit
-        return [slots.slots([length])[0] for length in lengths], max(capacity, shape.pack_unit)
+        sizes = [slots.slots([length])[0] for length in batch.lengths_B.tolist()]
+        # attention keeps its input and output of whole sequences, less than a quarter of what a layer keeps of a token
+        return Sizes(sizes, (batch.prompts.tokens_B * 3 // 4).tolist(), max(capacity, shape.pack_unit))
 
     def _most(self, count: int) -> int:
         most = torch.tensor(count, device=self.device)
@@ -271,16 +275,22 @@ class Schedule:
     def _pack_shape(self) -> PackShape:
         pieces = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         unit = math.lcm(*(converter.piece_unit(pieces) for converter in self._model.settings.converters))
-        return PackShape(self.config.context_parallel_size, pieces, unit)
+        return PackShape(self.config.context_parallel_size, pieces, unit, self._costs.shares_prompts)
 
     def _message_lengths(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> list[int]:
-        padding_row = [2]
-        lengths = [batch.lengths_B[rows].tolist() if rows else padding_row for rows in plan]
-        return [self._pack_shape.tokens_per_rank(part) for part in lengths]
+        shape, padding_row = self._pack_shape, [2]
+        return [
+            shape.tokens_per_rank(batch.lengths_B[rows].tolist(), sum(shape.repeated(batch, rows)))
+            if rows
+            else shape.tokens_per_rank(padding_row)
+            for rows in plan
+        ]
 
     def _count_tokens(self, batch: SequenceBatch, plan: Sequence[list[int]], piece_lengths: Sequence[int]) -> None:
         shape = self._pack_shape
-        self.counted.real += int(batch.lengths_B[planned_rows(plan)].sum())
+        repeated = sum(sum(shape.repeated(batch, rows)) for rows in plan if rows)
+        self.counted.repeated += repeated
+        self.counted.real += int(batch.lengths_B[planned_rows(plan)].sum()) - repeated
         self.counted.packed += sum(piece_lengths) * shape.context_parallel_size * shape.pieces
 
     def take_count(self) -> TokenCount:

@@ -25,7 +25,7 @@ from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.model.spec import rms_norm
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
-from openrlhf_ext.megatron.step.batch import balance_rows
+from openrlhf_ext.megatron.step.dealing import balance_rows
 from openrlhf_ext.options.sections import Megatron, Rollout
 from tests.megatron.parity import WeightedLogprob, settings
 from tests.patience import PATIENCE_S
