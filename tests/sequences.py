@@ -15,6 +15,19 @@ def masked_batch(sequences: Sequence[Tensor], masks: Sequence[Tensor]) -> Sequen
     return sequence_batch([tokens.int().numpy() for tokens in sequences], [ranges_of(mask) for mask in masks])
 
 
+def grouped(groups: Sequence[tuple[int, Sequence[int]]]) -> SequenceBatch:
+    """Rows of a prompt of so many tokens and responses of so many; every token is different, but for the prompts of a
+    group, which are the same."""
+    start, sequences, masks = 1, [], []
+    for prompt, responses in groups:
+        tokens, start = torch.arange(start, start + prompt), start + prompt
+        for response in responses:
+            sequences.append(torch.cat([tokens, torch.arange(start, start + response)]))
+            masks.append(torch.tensor([0] * (prompt - 1) + [1] * response))
+            start += response
+    return masked_batch(sequences, masks)
+
+
 def ranges_of(mask: Tensor) -> list[tuple[int, int]]:
     edges = torch.diff(mask.long(), prepend=torch.zeros(1).long(), append=torch.zeros(1).long())
     starts, stops = ((edges == step).nonzero().flatten() + 1 for step in (1, -1))

@@ -40,8 +40,9 @@ class ModelSettings:
 
 def row_costs(shape: ModelShape, megatron: Megatron, layout: ParallelLayout) -> RowCosts:
     """What rows cost in a model of this shape, and whether their packs share prompts: not where context parallelism
-    cuts every sequence."""
-    return RowCosts(shape.attention_length, megatron.share_prompts_enable and layout.context_parallel_size == 1)
+    cuts every sequence, nor where a kernel counts positions from the beginning of each."""
+    whole = layout.context_parallel_size > 1 or megatron.rope_fusion
+    return RowCosts(shape.attention_length, megatron.share_prompts_enable and not whole)
 
 
 def training_environment(config: Any) -> dict[str, str]:

@@ -185,7 +185,10 @@ def test_the_slowest_and_the_fullest_rank_are_named():
 def test_padding_is_a_share_of_all_that_the_ranks_computed():
     packed = [dataclasses.replace(report(rank, 1.0), packed_tokens=96, padding_tokens=16 * rank) for rank in (0, 1, 2)]
     assert rank_gauges(packed)["packs/padding_fraction"] == pytest.approx(48 / 288)
-    assert is_documented("packs/padding_fraction")
+    assert is_documented("packs/padding_fraction") and rank_gauges(packed)["packs/shared_fraction"] == 0.0
+    shared = [dataclasses.replace(each, repeated_tokens=80) for each in packed]
+    assert rank_gauges(shared)["packs/shared_fraction"] == pytest.approx(240 / (288 - 48 + 240))
+    assert is_documented("packs/shared_fraction")
     assert "packs/padding_fraction" not in rank_gauges([report(0, 1.0)]), "nothing was computed"
 
 
@@ -206,6 +209,9 @@ def test_a_step_is_measured_and_its_slowest_rank_named_once(monkeypatch, caplog)
     forward = 2 * (1 * 3 + 1 + 3) * 7 + 4 * (10 + 6) + 2 * 10 * 4
     assert got["throughput/train_tflops_per_rank"] == pytest.approx(3 * forward / 2.0 / 2 / 1e12)
     assert got["throughput/train_mfu"] == pytest.approx(got["throughput/train_tflops_per_rank"] / 989.4)
+    step.policy = [dataclasses.replace(each, packed_tokens=6, repeated_tokens=2) for each in step.policy]
+    shared = step.collect(batch, {"time/train": 2.0})["throughput/train_tflops_per_rank"]
+    assert shared == pytest.approx(3 * (forward - 2 * (1 * 3 + 1 + 3) * 7 / 4) / 2.0 / 2 / 1e12, rel=1e-2)
     frozen = [RankReport(0, "node0", "cpu", {"logprob": 1.0}, 1)]
     step.policy = frozen
     got = step.collect(batch, {"time/train": 2.0, "time/logprob": 1.0})

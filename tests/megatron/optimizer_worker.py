@@ -71,7 +71,7 @@ def with_a_bad_gradient(policy: MegatronPolicy, batch, shaped, bad: float) -> st
 
 # read values of the host, or are not called on a GPU with TransformerEngine: the head looks on a CPU only
 NOT_THE_DEVICES = {
-    "check_call", "check_finite_hidden", "check_finite_statistics", "_expect_scale", "_times", "_count_tokens",
+    "check_call", "check_finite_hidden", "check_finite_statistics", "_expect_scale", "_times",
     "_get_value", "local_multi_tensor_l2_norm",
 }  # fmt: skip
 

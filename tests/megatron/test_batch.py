@@ -1,20 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import pickle
-import time
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
-from openrlhf_ext.megatron.step.dealing import balance_rows, micro_batches, sequence_costs
-from tests.models import make_tiny_model
 
 LENGTHS = st.lists(st.integers(2, 60), min_size=1, max_size=40)
 
@@ -67,76 +61,3 @@ def test_a_batch_travels_out_of_band():
 def test_padding_row_has_no_response():
     row = SequenceBatch.padding_row()
     assert len(row) == 1 and row.counts_B.tolist() == [0] and len(row.targets_N) == len(row.predict_N) == 0
-
-
-def test_cost_is_linear_in_short_and_quadratic_in_long_sequences():
-    assert sequence_costs([10, 20]) == [10, 20]
-    short, at_length, long = sequence_costs([1, 1000, 100_000], attention_length=1000)
-    assert (short, at_length) == (pytest.approx(1, rel=1e-2), 2000)
-    assert long == pytest.approx(100_000**2 / 1000, rel=0.02)
-
-
-def test_attention_length_is_where_attention_costs_as_much_as_the_matrix_products(tmp_path):
-    make_tiny_model(tmp_path, "qwen2")
-    shape = read_model_shape(tmp_path)
-    # per token and layer: 2 operations a weight of q, o (64 x 64), k, v (64 x 32), gate, up, down (64 x 96)
-    products = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96)
-    # scores and weighted values: 2 * 2 * 64 operations for each of the (length / 2) tokens seen on average
-    assert shape.attention_length == pytest.approx(products / (2 * 2 * 64 / 2))
-
-
-@given(LENGTHS, st.integers(1, 7), st.sampled_from([math.inf, 20.0]))
-def test_every_row_is_dealt_to_the_rank_with_the_least_work(lengths, parts, attention_length):
-    dealt = balance_rows(torch.tensor(lengths), parts, attention_length)
-    assert sorted(sum(dealt, [])) == list(range(len(lengths))) and len(dealt) == parts
-    costs = sequence_costs(lengths, attention_length)
-    work = [sum(costs[row] for row in rows) for rows in dealt]
-    # a rank cannot have more than another by more than its last row, which went to the rank with least
-    for rows, load in zip(dealt, work, strict=True):
-        if rows:
-            assert load - min(costs[row] for row in rows) <= min(work) + 1e-9
-
-
-@given(LENGTHS, st.integers(1, 9), st.integers(1, 12))
-def test_micro_batches_of_a_fixed_number_of_rows(lengths, size, at_least):
-    costs = sequence_costs(lengths)
-    plan = micro_batches(costs, [1] * len(lengths), size, at_least)
-    assert sorted(sum(plan, [])) == list(range(len(lengths))) and all(len(rows) <= size for rows in plan)
-    assert len(plan) == max(at_least, -(-len(lengths) // size))
-    work = [sum(costs[row] for row in rows) for rows in plan]
-    assert work == sorted(work, reverse=True)
-
-
-@given(LENGTHS, st.integers(20, 100))
-def test_micro_batches_of_a_token_budget(lengths, budget):
-    plan = micro_batches(sequence_costs(lengths), lengths, budget)
-    assert sorted(sum(plan, [])) == list(range(len(lengths)))
-    for rows in plan:
-        assert sum(lengths[row] for row in rows) <= budget or len(rows) == 1, "only a row above the budget stands alone"
-    if max(lengths) <= budget:
-        assert len(plan) <= 2 * (sum(lengths) / budget) + 1
-
-
-def test_a_plan_has_no_more_micro_batches_than_rows_and_is_found_without_trying_every_number():
-    rows, capacity = 3000, 1000
-    assert len(micro_batches([1.0] * rows, [1500] * rows, capacity)) == rows, "rows that do not fit are alone"
-    assert len(micro_batches([1.0] * rows, [501] * rows, capacity)) == rows, "no two fit together"
-    assert len(micro_batches([1.0] * rows, [334] * rows, capacity)) == rows // 2, "no three fit together"
-
-
-def test_sixteen_thousand_sequences_are_planned_quickly():
-    generator = torch.Generator().manual_seed(0)
-    lengths = (torch.randn(16_384, generator=generator).mul(0.8).exp() * 6000).long().clamp(1, 33_000)
-    costs, sizes = sequence_costs(lengths.tolist(), 1e5), lengths.tolist()
-    started = time.process_time()
-    plans = [micro_batches(costs, sizes, capacity) for capacity in (16_384, 32_768)]
-    assert time.process_time() - started < 10, "seconds where it once took minutes"
-    for plan, capacity in zip(plans, (16_384, 32_768), strict=True):
-        filled = [sum(sizes[row] for row in rows) for rows in plan]
-        assert all(size <= capacity or len(rows) == 1 for size, rows in zip(filled, plan, strict=True))
-        least = -(-sum(min(size, capacity) for size in sizes) // capacity)
-        assert len(plan) <= 1.15 * least
-
-
-def test_a_rank_without_rows_gets_empty_micro_batches():
-    assert micro_batches([], [], 5, 3) == [[], [], []]

@@ -21,6 +21,7 @@ from openrlhf_ext.megatron.step.batch import PackShape, pack
 from openrlhf_ext.options.sections import Megatron
 from tests.megatron.test_packing import ragged
 from tests.models import make_tiny_model
+from tests.sequences import grouped
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,19 @@ def test_attention_gets_the_boundaries_and_the_rotary_embedding_before_it_none(s
         layer.self_attention.core_attention(packed_seq_params=sequences)
     assert len(seen) == 2 and all(each.cu_seqlens_q is each.cu_seqlens_kv is part.boundaries for each in seen)
     assert sequences.cu_seqlens_q is None and sequences.slots == part.slots
+
+
+def test_attention_of_transformer_engine_gets_whole_sequences_and_gives_back_what_is_computed(shape) -> None:
+    with fake_rank(ParallelLayout(1), 0):
+        config = transformer_config(shape, ParallelLayout(1), torch.float32, Megatron())
+        core = build.build_model(shape, config).decoder.layers[0].self_attention.core_attention
+    build.give_whole_sequences(torch.nn.ModuleDict({"core_attention": core}))
+    part = pack(grouped([(6, [2, 3, 1])]), PackShape(shares_prompts=True))
+    core.forward = lambda query, key, value, mask, packed_seq_params: (query + key + value).flatten(1)
+    inputs = [torch.randn(len(part.packed_L), 2, 4) for _ in range(3)]
+    output = core(*inputs, None, packed_seq_params=packed_sequences(part, fused_rope=False))
+    assert part.boundaries[-1] == 3 * 6 + 6 > len(part.packed_L) == 6 + 2 + 6
+    assert torch.equal(output, sum(inputs).flatten(1))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf_ext.megatron.step.batch import PackShape, local_places, pack
-from tests.sequences import masked_batch
+from tests.sequences import grouped, masked_batch
 
 SHAPES = st.builds(PackShape, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 16, 128]))
 ROWS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=6)  # prompt, response
@@ -84,3 +84,43 @@ def test_what_fits_a_whole_number_of_pack_units_fits_with_its_padding(shape, len
     filled = sum(apart.slots([length])[0] for length in lengths)
     capacity = -(-filled // shape.pack_unit) * shape.pack_unit
     assert sum(shape.slots(lengths)) <= capacity
+
+
+RESPONSES = st.lists(st.integers(1, 12), min_size=1, max_size=5)
+GROUPS = st.lists(st.tuples(st.integers(1, 9), RESPONSES), min_size=1, max_size=4)
+
+
+@given(GROUPS, st.sampled_from([1, 2, 4]), st.sampled_from([1, 16]))
+def test_a_prompt_of_several_responses_is_in_the_pack_once(groups, pieces, unit):
+    batch, shape = grouped(groups), PackShape(1, pieces, unit, shares_prompts=True)
+    part, alone = pack(batch, shape), pack(batch, PackShape(1, pieces, unit))
+    saved = sum((prompt - 1) * (len(responses) - 1) for prompt, responses in groups)
+    if saved * 32 < len(batch.tokens_M):
+        assert part.shared is None and torch.equal(part.packed_L, alone.packed_L), "not worth it"
+        return
+    held = part.packed_L[part.packed_L > 0]
+    assert len(held) == len(batch.tokens_M) - saved
+    # all but the last token of a prompt, which predicts the first of its own response
+    twice = {int(token) for token in held if (held == token).sum() > 1}
+    predicting = batch.sequences.bounds[:-1] + batch.prompts.tokens_B
+    assert twice <= set(batch.tokens_M[torch.from_numpy(predicting)].tolist())
+    assert len(part.packed_L) == shape.tokens_per_rank(batch.lengths_B.tolist(), saved) * pieces
+    assert len(part.packed_L) % (pieces * unit) == 0 and part.boundaries[-1] == len(part.shared.computed_P)
+    whole, positions = part.packed_L[part.shared.computed_P], part.positions_L[part.shared.computed_P]
+    for row, start in enumerate(part.boundaries[:-1].tolist()):
+        span = slice(start, start + int(batch.lengths_B[row]))
+        assert torch.equal(whole[span], batch.sequences.take(batch.tokens_M, [row]).long())
+        assert torch.equal(positions[span], torch.arange(span.stop - span.start))
+    assert torch.equal(part.shared.computed_P[part.shared.kept_L], torch.arange(len(part.packed_L)))
+    states = torch.randn(len(part.packed_L), 3)
+    torch.testing.assert_close(states[part.hidden_N], states[part.shared.computed_P][alone.hidden_N])
+    assert torch.equal(part.targets_N, alone.targets_N) and sum(part.piece_counts) == len(part.targets_N)
+
+
+def test_ranges_of_several_turns_and_rows_without_any_share_nothing_they_predict():
+    tokens = torch.arange(1, 11)
+    masks = [torch.tensor(mask) for mask in ([0, 0, 1, 1, 0, 0, 1, 1, 0], [0, 0, 1, 0, 0, 0, 0, 0, 0], [0] * 9)]
+    batch = masked_batch([tokens, tokens, tokens], masks)
+    assert batch.prompts.tokens_B.tolist() == [2, 2, 0] and batch.repeated([1, 2, 0]) == [0, 0, 2]
+    part = pack(batch, PackShape(shares_prompts=True))
+    assert len(part.packed_L) == 28 and torch.equal(part.packed_L[part.hidden_N] + 1, part.targets_N)

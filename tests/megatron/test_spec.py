@@ -6,7 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.megatron.model.spec import PaddedRows
+from openrlhf_ext.megatron.model.spec import PaddedRows, WholeRows
+from openrlhf_ext.megatron.step.batch import PackShape, pack
+from tests.sequences import grouped
 
 
 def one_by_one(query_LND, key_LKD, value_LKD, slots, scale):
@@ -35,3 +37,33 @@ def test_together_as_one_by_one(slots, seed) -> None:
     for ours, truth in zip(*results, strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-12)
     assert len(rows.places) * 3 <= sum(slots) * 4
+
+
+@given(
+    groups=st.lists(st.tuples(st.integers(2, 9), st.lists(st.integers(1, 12), min_size=1, max_size=5)), max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_sequences_that_share_a_prompt_as_one_by_one(groups, seed) -> None:
+    """Values and gradients in fp64, in rectangles and in whole sequences, as kernels of GPUs get them; against torch's
+    own indices, whose backward adds up what a token of a prompt gets from every sequence."""
+    part = pack(grouped([(5, [3, 1, 4]), *groups]), PackShape(shares_prompts=True))
+    assert part.shared is not None
+    generator = torch.Generator().manual_seed(seed)
+    size, shared = len(part.packed_L), part.shared
+    inputs = [torch.randn(size, n, 8, dtype=torch.float64, generator=generator) for n in (4, 2, 2)]
+    weights = torch.randn(size, 4, 8, dtype=torch.float64, generator=generator)
+    padded, whole = PaddedRows(part.slots, torch.device("cpu"), shared), WholeRows(shared)
+    ways = (
+        lambda *x: one_by_one(*(each[shared.computed_P] for each in x), part.slots, 0.3)[shared.kept_L],
+        lambda *x: padded.attention(*x, 0.3),
+        lambda *x: whole.take(one_by_one(*map(whole.gather, x), part.slots, 0.3)),
+    )
+    truth, *ours = [], [], []
+    for attention, results in zip(ways, (truth, *ours), strict=True):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        output = attention(*leaves)
+        (output * weights).sum().backward()
+        results += [output.detach(), *(leaf.grad for leaf in leaves)]
+    for results in ours:
+        for found, expected in zip(results, truth, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

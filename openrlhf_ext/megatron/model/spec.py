@@ -114,7 +114,8 @@ class _Gather(torch.autograd.Function):
         back, rows, more = ctx.saved_tensors
         out = grad.index_select(0, back)
         if ctx.counts:
-            total = out.index_select(0, rows).float()  # of bf16 a sum that is rounded once
+            # a sum that is rounded once, not after every sequence
+            total = out.index_select(0, rows).to(torch.promote_types(out.dtype, torch.float32))
             for places in more.split(ctx.counts):
                 total[: len(places)] += grad.index_select(0, places)
             out.index_copy_(0, rows, total.to(out.dtype))

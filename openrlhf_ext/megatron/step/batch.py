@@ -246,7 +246,7 @@ class PackShape:
     def repeated(self, batch: SequenceBatch, rows: Sequence[int]) -> list[int]:
         """How many tokens at the beginning of each row of a pack are not computed again."""
         counts = batch.repeated(rows) if self.shares_prompts else [0] * len(rows)
-        worth = sum(counts) * _SHARED_FROM >= int(batch.lengths_B[list(rows)].sum())
+        worth = sum(counts) * _SHARED_FROM >= np.diff(batch.sequences.bounds)[list(rows)].sum()
         return counts if worth else [0] * len(rows)
 
     def slots(self, lengths: Sequence[int], repeated: int = 0) -> tuple[int, ...]:

@@ -248,8 +248,7 @@ class Schedule:
 
         if forward_only:
             self._model.gather_parameters()
-        lengths = self._message_lengths(batch, plan)
-        self._count_tokens(batch, plan, lengths)
+        lengths = self._count_pieces(batch, plan)
         parts = itertools.tee(self._parts(batch, plan), len(self._model.models))  # each chunk goes through all of them
         with self._training(not forward_only if training is None else training):
             return get_forward_backward_func()(
@@ -277,21 +276,16 @@ class Schedule:
         unit = math.lcm(*(converter.piece_unit(pieces) for converter in self._model.settings.converters))
         return PackShape(self.config.context_parallel_size, pieces, unit, self._costs.shares_prompts)
 
-    def _message_lengths(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> list[int]:
-        shape, padding_row = self._pack_shape, [2]
-        return [
-            shape.tokens_per_rank(batch.lengths_B[rows].tolist(), sum(shape.repeated(batch, rows)))
-            if rows
-            else shape.tokens_per_rank(padding_row)
-            for rows in plan
-        ]
-
-    def _count_tokens(self, batch: SequenceBatch, plan: Sequence[list[int]], piece_lengths: Sequence[int]) -> None:
-        shape = self._pack_shape
-        repeated = sum(sum(shape.repeated(batch, rows)) for rows in plan if rows)
-        self.counted.repeated += repeated
-        self.counted.real += int(batch.lengths_B[planned_rows(plan)].sum()) - repeated
-        self.counted.packed += sum(piece_lengths) * shape.context_parallel_size * shape.pieces
+    def _count_pieces(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> list[int]:
+        """Tokens of every micro-batch on one rank, and in all of them for ``counted``."""
+        shape, padding_row, pieces = self._pack_shape, [2], []
+        for rows in plan:
+            lengths, repeated = batch.lengths_B[rows].tolist(), sum(shape.repeated(batch, rows))
+            pieces.append(shape.tokens_per_rank(lengths or padding_row, repeated))
+            self.counted.real += sum(lengths) - repeated
+            self.counted.repeated += repeated
+            self.counted.packed += pieces[-1] * shape.context_parallel_size * shape.pieces
+        return pieces
 
     def take_count(self) -> TokenCount:
         """Tokens of this replica's packs since the last call. Not a collective."""

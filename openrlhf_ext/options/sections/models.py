@@ -332,8 +332,9 @@ class Megatron(Section):
         "memory for the blocks of logits that the head works on, MiB on every rank; more makes larger products",
         ge=1, le=2**20)
     share_prompts_enable: bool = added(True,
-        "compute a prompt once for all of its responses that are in a micro-batch (docs/performance.md); not with "
-        "context parallelism, where ranks hold pieces of every sequence")
+        "compute a prompt once for all of its responses that are in a micro-batch (docs/performance.md); without "
+        "effect under context parallelism, where ranks hold pieces of every sequence, and with megatron.rope_fusion, "
+        "which counts positions from the beginning of each")
     rope_fusion: bool = added(False,
         "TransformerEngine's rotary embedding (one kernel, fp32 tables) instead of Megatron's (tables in "
         "megatron.param_dtype, as the engines have them); kl/rollout shows which agrees better with the engines; "
@@ -346,11 +347,6 @@ class Megatron(Section):
             yield Violation(("megatron.recompute_modules", "megatron.recompute"),
                 "megatron.recompute selective needs megatron.recompute_modules: got none; name core_attn, mlp or both, "
                 "or set megatron.recompute none")
-        if self.rope_fusion and self.share_prompts_enable:
-            yield Violation(("megatron.rope_fusion", "megatron.share_prompts_enable"),
-                "megatron.rope_fusion counts positions from the beginning of each sequence in a pack, and packs that "
-                "share prompts do not hold sequences whole: got true with megatron.share_prompts_enable true; set "
-                "megatron.share_prompts_enable false, or leave megatron.rope_fusion out")
         yield from self._overlap_violations()
 
     def _overlap_violations(self) -> Iterator[Violation]:
