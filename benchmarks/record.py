@@ -63,6 +63,9 @@ MEASURES: dict[str, tuple[str, ...]] = {
         "openrlhf_ext/driver/experience.py", "openrlhf_ext/driver/scoring.py", "openrlhf_ext/rollout/response.py",
         "openrlhf_ext/megatron/step/batch.py", "openrlhf_ext/algorithms/batch.py",
     ),
+    "shared_prompts_cpu.json": (
+        "openrlhf_ext/megatron/model", "openrlhf_ext/megatron/step/batch.py", "openrlhf_ext/megatron/step/dealing.py",
+    ),
     "streaming_cpu.json": ("openrlhf_ext/driver/rollouts.py",),
     "weight_sync_cpu.json": ("openrlhf_ext/rollout/sync", "openrlhf_ext/ranks/publishing.py"),
 }  # fmt: skip

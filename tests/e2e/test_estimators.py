@@ -61,6 +61,7 @@ def test_three_steps_with_every_estimator(tmp_path):
             for name, value in record.items():
                 assert is_documented(name), f"{estimator}: {name} is not in docs/metrics.md"
                 assert isinstance(value, (int, float)) and math.isfinite(value), f"{estimator}: {name} = {value}"
+            assert record["step"] == 0 or record["packs/shared_fraction"] > 0, "responses share their prompt"
         assert any(record.get("grad_norm", 0.0) > 0 for record in records), f"{estimator}: no step had a gradient"
     assert "algorithm/initial_entropy" in task.metrics("gtpo_conflict")[0]
     for estimator in ("clip_cov", "kl_cov"):

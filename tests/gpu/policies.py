@@ -116,14 +116,14 @@ def random_policy(
     """A policy that can be trained.
 
     Args:
-        plain: torch's layers also where there are TransformerEngine's.
+        plain: torch's layers also where there are TransformerEngine's, and no shared prompts.
         max_tokens: of a micro-batch, instead of ``micro_batch_size`` sequences.
         fp8: of the decoder's linear layers.
     """
     with tempfile.TemporaryDirectory() as folder, plain_layers() if plain else nullcontext():
         settings = ModelSettings(
             str(model.write(Path(folder))), ParallelLayout(1),
-            Megatron(param_dtype=dtype, rope_fusion=rope_fusion, **recompute),
+            Megatron(param_dtype=dtype, rope_fusion=rope_fusion, share_prompts_enable=not plain, **recompute),
             Rollout(micro_batch_size=micro_batch_size), micro_batches(micro_batch_size, max_tokens),
             () if fp8 is None else (FP8Layers(fp8),), optimizer=optimizer, updates=100,
         )  # fmt: skip
@@ -148,11 +148,14 @@ def random_batch(lengths: Sequence[tuple[int, int]], vocab_size: int) -> tuple[S
     """Sequences of random tokens, and a loss that weights the log-prob of every response token differently.
 
     Args:
-        lengths: tokens of prompt and response, 1 or more.
+        lengths: tokens of prompt and response, 1 or more; prompts of one length are the same.
     """
     generator = torch.Generator().manual_seed(len(lengths))
     totals = [prompt + response for prompt, response in lengths]
     tokens = [torch.randint(vocab_size, (n,), generator=generator, dtype=torch.int32).numpy() for n in totals]
+    first = {prompt: row for row, (prompt, _) in reversed(list(enumerate(lengths)))}
+    for row, (prompt, _) in enumerate(lengths):
+        tokens[row][:prompt] = tokens[first[prompt]][:prompt]
     spans = [[(prompt, n)] for (prompt, _), n in zip(lengths, totals, strict=True)]
     batch = sequence_batch(tokens, spans)
     weights_N = torch.randn(batch.responses.tokens, generator=generator)
