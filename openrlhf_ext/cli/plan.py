@@ -151,8 +151,10 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
     rows = [(str(number), *_row(candidate)) for number, candidate in enumerate(shown, 1)]
     own = [("now", *_row(planner.as_configured()))] if planner.configured_gpus == gpus and planner.is_allowed else []
     yield from (f"  {line}" for line in aligned([header, *rows, *own]))
-    yield ("  tokens: of a micro-batch on one GPU; engines: number x GPUs of each; share: of a GPU for its engine\n  "
-        "(vllm.gpu_memory_utilization, searched where the run sets none); now: the layout as configured")  # fmt: skip
+    yield ("  PP: stages, and the layers of the first, one between and the last where they differ: the last holds the "
+        f"head,\n  which in the first of these rows takes as long as {planner.head_layers(shown[0]):.1f} layers; "
+        "tokens: of a micro-batch on one GPU;\n  engines: number x GPUs of each; share: of a GPU for its engine "
+        "(vllm.gpu_memory_utilization, searched\n  where none is set); now: the layout as configured")  # fmt: skip
 
 
 def _row(candidate: Candidate) -> tuple[str, ...]:
@@ -166,12 +168,19 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
         s = seconds
         times = [f"{value:.0f}" for value in (s.rollout, s.logprobs, s.train, s.sync + s.moves, s.step)]
     degrees = (
-        layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.virtual_pipeline_size,
+        layout.tensor_parallel_size, _stages(candidate), layout.virtual_pipeline_size,
         layout.context_parallel_size, layout.data_parallel_size,
     )  # fmt: skip
     tokens, own = "-" if training.budget is None else str(training.budget), f"{candidate.share:g}"
     of_engines = f"{engines.count} x {engines.tensor_parallel_size}"
     return (*map(str, degrees), mode, tokens, of_engines, own, peaks["training"], peaks["sampling"], *times)
+
+
+def _stages(candidate: Candidate) -> str:
+    """Pipeline stages, with the layers of the first, of one between and of the last where they are not all alike."""
+    layers = candidate.policy.layers
+    shown = [*layers[:2], layers[-1]] if len(layers) > 2 else layers
+    return f"{len(layers)} ({'-'.join(map(str, shown))})" if len(set(layers)) > 1 else str(len(layers))
 
 
 def _memory(planner: Planner, best: Candidate) -> Iterator[str]:
@@ -225,7 +234,7 @@ def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> st
 
 def _degrees(candidate: Candidate) -> str:
     layout, recompute = candidate.policy.training.layout, candidate.policy.training.megatron.recompute
-    return (f"TP {layout.tensor_parallel_size}, PP {layout.pipeline_parallel_size}, CP {layout.context_parallel_size}, "
+    return (f"TP {layout.tensor_parallel_size}, PP {_stages(candidate)}, CP {layout.context_parallel_size}, "
         f"recompute {recompute}, {layout.world_size} ranks, {candidate.engines.count} engines of "
         f"{candidate.engines.tensor_parallel_size}, vllm.gpu_memory_utilization {candidate.share:g}")  # fmt: skip
 

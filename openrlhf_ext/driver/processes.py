@@ -296,7 +296,7 @@ class AuxiliaryModels:
             what = "critic and reward model"
             places = reserve(config.critic_ranks, config.vllm.start_timeout_s, what, shared=True)
         critic = ranks(CriticActor, "critic", config.critic_layout, places) if config.has_critic else None
-        of_reward = config.layout_on(config.reward_ranks)
+        of_reward = config.reward_layout
         reward = ranks(RewardActor, "reward model", of_reward, places) if config.has_reward_model else None
         return cls(critic, reward, frozen)
 
@@ -324,7 +324,7 @@ class AuxiliaryModels:
         """Arguments of the experience maker: ``critic``, ``kl``, and a scorer for each frozen model."""
         scorers: dict[str, Any] = {model.name: self._scorer(config, policy, model) for model in frozen_models(config)}
         if self.reward is not None and config.has_reward_model:
-            replicas = config.layout_on(config.reward_ranks).data_parallel_size
+            replicas = config.reward_layout.data_parallel_size
             attention_length = read_model_shape(reward_path(config)).attention_length
             scorers["reward"] = RewardScorer(Scorer(self.reward, "forward", replicas, attention_length))
         return {"critic": self._value_trainer(config), "kl": _kl_coefficient(config), **scorers}

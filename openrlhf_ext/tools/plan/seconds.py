@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.megatron.model.flops import BACKWARD, PEAK_BF16_TFLOPS, ForwardFlops
 from openrlhf_ext.megatron.model.shape import ModelShape
+from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.tools.plan.memory import GIB, States, Training, Workload
 
 _BF16, _FP32 = 2, 4
@@ -219,30 +221,53 @@ class Clock:
         return self.work.epochs * updates * (one + self._update(training, states))
 
     def _schedule(self, training: Training, samples: int, *, forward_only: bool) -> float:
-        """A pipeline schedule: every micro-batch on every stage, all about as large, and the bubble."""
+        """A pipeline schedule: every micro-batch on every stage, all about as large. The slowest stage is always busy
+        but for the bubble, in which the first micro-batch passes the others."""
         layout = training.layout
-        bubble = (layout.pipeline_parallel_size - 1) / layout.virtual_pipeline_size
+        count, sequences = self._micro_batches(training, samples, forward_only)
+        *others, last = layout.stage_layers(self.shape.num_layers)
+        alike = Counter([*((layers, False) for layers in others), (last, True)])
+        stages = {(n, head): self._stage(training, n, head, sequences, forward_only) for n, head in alike}
+        slowest, together = max(stages.values()), sum(stages[one] * number for one, number in alike.items())
+        return count * slowest + (together - slowest) / layout.virtual_pipeline_size
+
+    def _micro_batches(self, training: Training, samples: int, forward_only: bool) -> tuple[int, float]:
+        """How many a rank has, and of how many sequences."""
         count = training.micro_batches(samples, self.work.length, forward_only)
-        sequences = math.ceil(samples / layout.data_parallel_size) / count
-        return (count + bubble) * self._micro_batch(training, sequences, forward_only)
+        return count, math.ceil(samples / training.layout.data_parallel_size) / count
 
-    def _micro_batch(self, training: Training, sequences: float, forward_only: bool) -> float:
-        layout, flops = training.layout, self.work.forward(self.shape)
-        ranks = layout.model_parallel_size
-        linear = self._products(flops.layers, training.fp8)
-        outer = flops.attention / (self.gpu.tflops * 1e12 * self.assumed.attention) + self._products(flops.head)
-        again = 0.0 if forward_only else self._recomputed(training, linear, flops)
+    def _stage(self, training: Training, layers: float, head: bool, sequences: float, forward_only: bool) -> float:
+        """A micro-batch on a stage of so many layers, ``head``: and the head."""
+        ranks = training.layout.tensor_parallel_size * training.layout.context_parallel_size
+        of_layer, of_head, passes = self._computing(training, forward_only)
+        computing = sequences * (layers * of_layer + (of_head if head else 0.0)) / ranks
+        launching = passes * layers * self.assumed.launch_us * 1e-6
+        return max(computing, launching) + self._communication(training, layers, sequences, passes)
+
+    def head_layers(self, training: Training) -> float:
+        """How many layers take as long as the head in training, on a stage with the mean of the layers."""
+        layers = self.shape.num_layers / training.layout.pipeline_parallel_size
+        _, sequences = self._micro_batches(training, min(self.work.batch, self.work.samples), forward_only=False)
+        without, together = (self._stage(training, layers, head, sequences, False) for head in (False, True))
+        return (together - without) * layers / without
+
+    def _computing(self, training: Training, forward_only: bool) -> tuple[float, float, int]:
+        """Seconds that a layer and the head take for one sequence on one GPU, and forward and backward passes in units
+        of a forward pass."""
+        flops, layers = self.work.forward(self.shape), self.shape.num_layers
+        linear, attention = self._products(flops.layers, training.fp8), self._attention(flops)
+        again = 0.0 if forward_only else self._recomputed(training.megatron, linear, attention)
         passes = 1 if forward_only else 1 + BACKWARD
-        computing = sequences * (passes * (linear + outer) + again) / ranks
+        computing, head = passes * (linear + attention) + again, passes * self._products(flops.head)
         passes += again > 0
-        entries = sequences * self.work.length * self.shape.hidden_size * self.shape.num_layers / ranks
+        entries = self.work.length * self.shape.hidden_size * layers
         computing += passes * entries * self.assumed.traffic / (self.gpu.hbm * 1e9)
-        launching = passes * self.shape.num_layers / layout.pipeline_parallel_size * self.assumed.launch_us * 1e-6
-        return max(computing, launching) + self._communication(training, sequences, passes)
+        return computing / layers, head, passes
 
-    def _recomputed(self, training: Training, linear: float, flops: ForwardFlops) -> float:
-        megatron = training.megatron
-        attention = flops.attention / (self.gpu.tflops * 1e12 * self.assumed.attention)
+    def _attention(self, flops: ForwardFlops) -> float:
+        return flops.attention / (self.gpu.tflops * 1e12 * self.assumed.attention)
+
+    def _recomputed(self, megatron: Megatron, linear: float, attention: float) -> float:
         if megatron.recompute == "full":
             return linear + attention
         if megatron.recompute == "none":
@@ -253,11 +278,10 @@ class Clock:
         modules = megatron.recompute_modules
         return (linear * share if "mlp" in modules else 0.0) + (attention if "core_attn" in modules else 0.0)
 
-    def _communication(self, training: Training, sequences: float, passes: float) -> float:
-        """Tensor-, context- and pipeline-parallel messages of one micro-batch on one stage."""
+    def _communication(self, training: Training, layers: float, sequences: float, passes: float) -> float:
+        """Tensor-, context- and pipeline-parallel messages of one micro-batch on a stage of so many layers."""
         layout, shape = training.layout, self.shape
         tokens = sequences * self.work.length / layout.context_parallel_size
-        layers = shape.num_layers / layout.pipeline_parallel_size
         tp, cp = layout.tensor_parallel_size, layout.context_parallel_size
         wide = tokens * shape.hidden_size * _BF16
         # two all-gathers and two reduce-scatters (or two all-reduces) a layer and pass
