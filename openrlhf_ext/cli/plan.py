@@ -109,9 +109,11 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
     yield ""
     yield from _memory(planner, best)
     yield ""
+    yield from _sync(planner, best)
+    yield ""
     yield (f"how far off the seconds are: of {STEP_ERROR.rows} steps that others published half are within a factor of "
-        f"{STEP_ERROR.median:.2f}, the worst is off by {STEP_ERROR.worst:.2f}; a weight sync is a lower bound "
-        "(docs/scaling.md)")  # fmt: skip
+        f"{STEP_ERROR.median:.2f}, the worst is off by {STEP_ERROR.worst:.2f}; weight syncs of others took up to "
+        "thirty times as long (docs/scaling.md)")  # fmt: skip
     yield ""
     yield "assumptions (some fitted to seconds that others published, nothing measured on a GPU here):"
     yield from (f"  {line}" for line in planner.clock.lines())
@@ -199,6 +201,21 @@ def _memory(planner: Planner, best: Candidate) -> Iterator[str]:
         yield from _parts(parts)
 
 
+def _sync(planner: Planner, best: Candidate) -> Iterator[str]:
+    from openrlhf_ext.tools.plan.seconds import GLOO, SLICES, WHOLE
+
+    where = "on the same GPUs" if planner.config.engines_share_gpus else "on others"
+    yield f"weight sync of the first layout, {2 * planner.parameters / 1e9:.1f}e9 bytes in bf16, engines {where}:"
+    said = {
+        WHOLE: "as nccl and cuda_ipc send",
+        SLICES: "each worker gets what it holds, as by vLLM's sharded_rdt, which is not called here",
+        GLOO: "what changed" if planner.config.weight_sync.delta_enable else "in host memory",
+    }  # fmt: skip
+    for way, one in planner.syncs(best).items():
+        yield (f"  {one.seconds:6.2f} s {way} ({said[way]}): {one.moving:.2f} for {one.binds}, {one.calls:.2f} for "
+            "calls")  # fmt: skip
+
+
 def _parts(parts: Mapping[str, int]) -> Iterator[str]:
     for name, size in parts.items():
         yield f"    {size / _GIB:8.2f}  {name}"
@@ -276,6 +293,9 @@ def as_json(planner: Planner, found: Sequence[Candidate], gpus: int) -> dict[str
             "forward": flops.total / planner.work.length, "training": flops.training / planner.work.length,
         },
         "allowed": len(found), "fitting": len(fitting), "disk": planner.disk(),
+        "weight_sync": {
+            way: dataclasses.asdict(one) | {"seconds": one.seconds} for way, one in planner.syncs(fitting[0]).items()
+        },
         "layouts": [_candidate_json(candidate) for candidate in planner.distinct(fitting)[:_SHOWN]],
         "configured": _candidate_json(planner.as_configured()) if planner.is_allowed else None,
     }  # fmt: skip

@@ -43,7 +43,7 @@ from openrlhf_ext.tools.plan.memory import (
     rank_states,
     trained,
 )
-from openrlhf_ext.tools.plan.seconds import GPUS, Assumptions, Clock, Engines, Seconds, Workload
+from openrlhf_ext.tools.plan.seconds import GPUS, Assumptions, Clock, Engines, Seconds, Sync, Workload
 
 _ACTOR, _CRITIC = "actor.model_name_or_path", "critic.model_name_or_path"
 _DEGREES = (1, 2, 4, 8)
@@ -54,8 +54,6 @@ _RECOMPUTES: tuple[dict[str, Any], ...] = (
     {"megatron.recompute": "full", "megatron.recompute_method": "uniform", "megatron.recompute_num_layers": 1},
 )
 _MOST_GPUS, _FEW_NODES = 4096, 8
-_NODE = 8
-"""GPUs of an SXM node, however few of them the policy takes."""
 ALIKE = 0.05
 """Steps that differ by a smaller share count as equally long."""
 TIGHT = 0.95
@@ -444,6 +442,10 @@ class Planner:
         """How many layers take as long as the head, which the last stage holds too."""
         return self.clock.head_layers(candidate.policy.training)
 
+    def syncs(self, candidate: Candidate) -> dict[str, Sync]:
+        """Every way to send the weights."""
+        return self.clock.syncs(with_options(self.config, candidate.options), candidate.policy, candidate.engines)
+
     def disk(self) -> dict[str, int]:
         return checkpoints(self.config, self.parameters)
 
@@ -453,8 +455,7 @@ class Planner:
         clock, training = self.clock, policy.training
         rollout = clock.rollout(engines)
         logprobs, train = clock.logprobs(training), clock.train(training, policy.fullest)
-        engine_gpus = 0 if config.engines_share_gpus else config.engine_workers
-        sync = clock.sync(training.layout.world_size + engine_gpus <= max(training.near_ranks, _NODE))
+        sync = clock.sync(config, policy, engines)
         sleeps = config.engines_share_gpus and config.ds.enable_sleep
         moves = clock.moves(policy.fullest) if sleeps else 0.0
         if critic is not None:

@@ -16,9 +16,11 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.megatron.model.flops import BACKWARD, PEAK_BF16_TFLOPS, ForwardFlops
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.options.sections import Megatron
-from openrlhf_ext.tools.plan.memory import GIB, States, Training, Workload
+from openrlhf_ext.tools.plan.memory import GIB, States, TrainedModel, Training, Workload
 
 _BF16, _FP32 = 2, 4
+_NODE = 8
+"""GPUs of an SXM node, however few of them the policy takes."""
 _MOST_REQUESTS = 1024  # rollout/launch.py's default on a GPU
 
 
@@ -89,7 +91,7 @@ class Assumptions:
     launch_us: float = 2100.0
     tail: float = 0.25
     engine_gib: float = 4.0
-    fixed_s: float = 9.8
+    fixed_s: float = 8.9
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Error:
     worst: float
 
 
-STEP_ERROR = Error(rows=13, median=1.17, worst=1.56)
+STEP_ERROR = Error(rows=13, median=1.15, worst=1.56)
 """As benchmarks/results/plan_cpu.json has it."""
 
 
@@ -138,6 +140,31 @@ class Seconds:
     @property
     def step(self) -> float:
         return sum(dataclasses.astuple(self))
+
+
+WHOLE, SLICES, GLOO = "through rank 0", "in slices", "over gloo"
+"""Ways of a weight sync: as ``nccl`` and ``cuda_ipc`` send, where every engine gets all from rank 0; as vLLM's
+``sharded_rdt`` does, which this package does not call: each engine worker gets the slices that it holds from the ranks
+that hold them, all copies of the policy alike; and host memory."""
+_CALLS_S = (0.05, 0.018)
+"""Of the calls of an update with one engine, and of each further one. These and the next two are measured on two cores
+with Qwen2.5-0.5B (benchmarks/results/weight_sync_cpu.json: control; engine; transport, delta)."""
+_GLOO_S_PER_GB, _DELTA_S_PER_GB = 1.15, 1.24
+"""Over gloo into a loaded engine, and where 0.1 % of the entries changed (the whole sync, 0.38 s of it sending and
+0.75 s loading; sending takes 0.48 s where changes are found first)."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Seconds of a weight sync: in which bytes move, of calls besides; ``binds``: what takes the former."""
+
+    moving: float
+    calls: float
+    binds: str
+
+    @property
+    def seconds(self) -> float:
+        return self.moving + self.calls
 
 
 @dataclass(frozen=True)
@@ -307,9 +334,43 @@ class Clock:
 
     # ---- weights and states -------------------------------------------------------------------------------------
 
-    def sync(self, near: bool) -> float:
-        """All weights in bf16 through the first rank's port, or within its node, to every engine at a time."""
-        return self.parameters * _BF16 / self._rate(self.gpu.near if near else self.gpu.far)
+    def sync(self, config: RunConfig, policy: TrainedModel, engines: Engines) -> float:
+        """All weights in bf16 to every engine, in the way that the run has."""
+        ways = self.syncs(config, policy, engines)
+        return ways[GLOO if config.vllm.sync_backend == "gloo" else WHOLE].seconds
+
+    def syncs(self, config: RunConfig, policy: TrainedModel, engines: Engines) -> dict[str, Sync]:
+        """Every way of sending, by name. What a part takes is hidden behind the longest one, as buckets are sent,
+        received, loaded and summed at the same time; the calls are not."""
+        layout, per_node = policy.training.layout, max(policy.training.near_ranks, _NODE)
+        shared, workers = config.engines_share_gpus, engines.count * engines.tensor_parallel_size
+        one_node = layout.world_size + (0 if shared else workers) <= per_node
+        nodes = 1 if one_node else math.ceil(layout.model_parallel_size / policy.training.near_ranks)
+        size = self.parameters * _BF16
+        calls = _CALLS_S[0] + _CALLS_S[1] * (engines.count - 1)
+        wire, across = self._rate(self.gpu.near if one_node else self.gpu.far), self._rate(self.gpu.far)
+
+        def in_memory(held: float) -> tuple[float, str]:  # written, read by the loader, written, read for the sum
+            return 4 * held / self._rate(self.gpu.hbm), "loading and checksums"
+
+        gathered = size * (1 - 1 / nodes) / across if nodes > 1 else size / self._rate(self.gpu.near)
+        whole = max((size / wire, "what rank 0 sends"), (gathered, "what rank 0 gathers"), in_memory(size))
+        # a slice lies on one of the nodes that a copy is spread over, or on none where engines have their own
+        away = 0.0 if one_node else 1 - 1 / nodes if shared else 1.0
+        received = size / engines.tensor_parallel_size
+        held = policy.fullest.parameters * _BF16 * engines.count
+        sent = held / (layout.data_parallel_size * layout.context_parallel_size)
+        slices = max(
+            *((part * share / self._rate(rate), f"{what}{where}")
+              for part, what in ((received, "what a worker receives"), (sent, "what the fullest rank sends"))
+              for share, rate, where in ((away, self.gpu.far, ""), (1 - away, self.gpu.near, " within a node"))),
+            in_memory(received),
+        )  # fmt: skip
+        host = size / 1e9 * (_DELTA_S_PER_GB if config.weight_sync.delta_enable else _GLOO_S_PER_GB)
+        return {
+            WHOLE: Sync(whole[0], calls, whole[1]), SLICES: Sync(slices[0], calls, slices[1]),
+            GLOO: Sync(host, calls, "host memory and the loopback"),
+        }  # fmt: skip
 
     def moves(self, states: States) -> float:
         """States of a policy that sleeps: to host memory and back; gradients are only given up."""
@@ -332,4 +393,7 @@ class Clock:
             f"a decoding step takes {a.layer_us:g} microseconds a layer besides, a message {a.message_us:g}; the "
             f"longest responses are finished in a batch of {a.tail:.0%}; no communication is hidden behind "
             f"computation; {a.fixed_s:g} s a step for grading, shaping and records",
+            f"a weight sync: {_CALLS_S[0] * 1e3:g} ms of calls and {_CALLS_S[1] * 1e3:g} for each further engine, over "
+            f"gloo {_GLOO_S_PER_GB:g} s for 10^9 bytes ({_DELTA_S_PER_GB:g} where 0.1% of the weights changed), "
+            "measured on two cores (weight_sync_cpu.json); on a GPU loading and summing are four passes of its memory",
         ]
