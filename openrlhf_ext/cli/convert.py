@@ -30,13 +30,16 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         ranks = arguments.tp * arguments.pp * arguments.cp
-        layout = ParallelLayout(ranks, arguments.tp, arguments.pp, arguments.cp, arguments.sp, arguments.vp)
+        cut = Megatron(
+            tensor_parallel_size=arguments.tp, pipeline_parallel_size=arguments.pp, context_parallel_size=arguments.cp,
+            sequence_parallel_enable=arguments.sp, virtual_pipeline_size=arguments.vp,
+            decoder_first_pipeline_num_layers=arguments.first_layers,
+            decoder_last_pipeline_num_layers=arguments.last_layers,
+        )
+        layout = ParallelLayout.of(cut, ranks)
         if wrong := [problem for _, problem in layout.problems(_FLAGS.__getitem__)]:
             raise ValueError("; ".join(wrong))
         shape = read_model_shape(arguments.check)
-        cut = Megatron(
-            tensor_parallel_size=arguments.tp, pipeline_parallel_size=arguments.pp, virtual_pipeline_size=arguments.vp
-        )
         if faults := "; ".join(fault.message for fault in divisible("--check", shape, "megatron", cut)):
             for field, flag in _FLAGS.items():
                 faults = faults.replace(f"megatron.{field}", flag)
@@ -66,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 _FLAGS = {
     "world_size": "the ranks", "tensor_parallel_size": "--tp", "pipeline_parallel_size": "--pp",
     "context_parallel_size": "--cp", "sequence_parallel": "--sp", "virtual_pipeline_size": "--vp",
+    "decoder_first_pipeline_num_layers": "--first_layers", "decoder_last_pipeline_num_layers": "--last_layers",
 }  # fmt: skip
 
 
@@ -76,6 +80,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pp", type=positive, default=1, help="pipeline stages (default 1)")
     parser.add_argument("--cp", type=positive, default=1, help="context-parallel ranks (default 1)")
     parser.add_argument("--vp", type=positive, default=1, help="model chunks per pipeline stage (default 1)")
+    for end in ("first", "last"):
+        parser.add_argument(
+            f"--{end}_layers", type=positive, help=f"layers of the {end} stage (default: as many as the others)"
+        )
     parser.add_argument("--sp", action="store_true", help="sequence parallelism")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of both models (default fp32)")
     parser.add_argument("--sequences", type=positive, default=4, help="random sequences for the log-probs (default 4)")

@@ -109,9 +109,11 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
     yield ""
     yield from _memory(planner, best)
     yield ""
+    yield from _sync(planner, best)
+    yield ""
     yield (f"how far off the seconds are: of {STEP_ERROR.rows} steps that others published half are within a factor of "
-        f"{STEP_ERROR.median:.2f}, the worst is off by {STEP_ERROR.worst:.2f}; a weight sync is a lower bound "
-        "(docs/scaling.md)")  # fmt: skip
+        f"{STEP_ERROR.median:.2f}, the worst is off by {STEP_ERROR.worst:.2f}; weight syncs of others took up to "
+        "thirty times as long (docs/scaling.md)")  # fmt: skip
     yield ""
     yield "assumptions (some fitted to seconds that others published, nothing measured on a GPU here):"
     yield from (f"  {line}" for line in planner.clock.lines())
@@ -151,8 +153,10 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
     rows = [(str(number), *_row(candidate)) for number, candidate in enumerate(shown, 1)]
     own = [("now", *_row(planner.as_configured()))] if planner.configured_gpus == gpus and planner.is_allowed else []
     yield from (f"  {line}" for line in aligned([header, *rows, *own]))
-    yield ("  tokens: of a micro-batch on one GPU; engines: number x GPUs of each; share: of a GPU for its engine\n  "
-        "(vllm.gpu_memory_utilization, searched where the run sets none); now: the layout as configured")  # fmt: skip
+    yield ("  PP: stages, and the layers of the first, one between and the last where they differ: the last holds the "
+        f"head,\n  which in the first of these rows takes as long as {planner.head_layers(shown[0]):.1f} layers; "
+        "tokens: of a micro-batch on one GPU;\n  engines: number x GPUs of each; share: of a GPU for its engine "
+        "(vllm.gpu_memory_utilization, searched\n  where none is set); now: the layout as configured")  # fmt: skip
 
 
 def _row(candidate: Candidate) -> tuple[str, ...]:
@@ -166,12 +170,19 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
         s = seconds
         times = [f"{value:.0f}" for value in (s.rollout, s.logprobs, s.train, s.sync + s.moves, s.step)]
     degrees = (
-        layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.virtual_pipeline_size,
+        layout.tensor_parallel_size, _stages(candidate), layout.virtual_pipeline_size,
         layout.context_parallel_size, layout.data_parallel_size,
     )  # fmt: skip
     tokens, own = "-" if training.budget is None else str(training.budget), f"{candidate.share:g}"
     of_engines = f"{engines.count} x {engines.tensor_parallel_size}"
     return (*map(str, degrees), mode, tokens, of_engines, own, peaks["training"], peaks["sampling"], *times)
+
+
+def _stages(candidate: Candidate) -> str:
+    """Pipeline stages, with the layers of the first, of one between and of the last where they are not all alike."""
+    layers = candidate.policy.layers
+    shown = [*layers[:2], layers[-1]] if len(layers) > 2 else layers
+    return f"{len(layers)} ({'-'.join(map(str, shown))})" if len(set(layers)) > 1 else str(len(layers))
 
 
 def _memory(planner: Planner, best: Candidate) -> Iterator[str]:
@@ -188,6 +199,21 @@ def _memory(planner: Planner, best: Candidate) -> Iterator[str]:
     for what, parts in (("host memory of a node", best.host), ("checkpoints on disk", planner.disk())):
         yield f"  {what}: {sum(parts.values()) / _GIB:.1f}"
         yield from _parts(parts)
+
+
+def _sync(planner: Planner, best: Candidate) -> Iterator[str]:
+    from openrlhf_ext.tools.plan.seconds import GLOO, SLICES, WHOLE
+
+    where = "on the same GPUs" if planner.config.engines_share_gpus else "on others"
+    yield f"weight sync of the first layout, {2 * planner.parameters / 1e9:.1f}e9 bytes in bf16, engines {where}:"
+    said = {
+        WHOLE: "as nccl and cuda_ipc send",
+        SLICES: "each worker gets what it holds, as by vLLM's sharded_rdt, which is not called here",
+        GLOO: "what changed" if planner.config.weight_sync.delta_enable else "in host memory",
+    }  # fmt: skip
+    for way, one in planner.syncs(best).items():
+        yield (f"  {one.seconds:6.2f} s {way} ({said[way]}): {one.moving:.2f} for {one.binds}, {one.calls:.2f} for "
+            "calls")  # fmt: skip
 
 
 def _parts(parts: Mapping[str, int]) -> Iterator[str]:
@@ -225,7 +251,7 @@ def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> st
 
 def _degrees(candidate: Candidate) -> str:
     layout, recompute = candidate.policy.training.layout, candidate.policy.training.megatron.recompute
-    return (f"TP {layout.tensor_parallel_size}, PP {layout.pipeline_parallel_size}, CP {layout.context_parallel_size}, "
+    return (f"TP {layout.tensor_parallel_size}, PP {_stages(candidate)}, CP {layout.context_parallel_size}, "
         f"recompute {recompute}, {layout.world_size} ranks, {candidate.engines.count} engines of "
         f"{candidate.engines.tensor_parallel_size}, vllm.gpu_memory_utilization {candidate.share:g}")  # fmt: skip
 
@@ -267,6 +293,9 @@ def as_json(planner: Planner, found: Sequence[Candidate], gpus: int) -> dict[str
             "forward": flops.total / planner.work.length, "training": flops.training / planner.work.length,
         },
         "allowed": len(found), "fitting": len(fitting), "disk": planner.disk(),
+        "weight_sync": {
+            way: dataclasses.asdict(one) | {"seconds": one.seconds} for way, one in planner.syncs(fitting[0]).items()
+        },
         "layouts": [_candidate_json(candidate) for candidate in planner.distinct(fitting)[:_SHOWN]],
         "configured": _candidate_json(planner.as_configured()) if planner.is_allowed else None,
     }  # fmt: skip

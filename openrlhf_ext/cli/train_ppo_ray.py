@@ -141,7 +141,7 @@ def layout_proofs(config: RunConfig) -> Iterator[str]:
     if config.has_critic:
         models.append(("critic", critic, config.critic_layout, head, ()))
     if config.has_reward_model and reward is not None:
-        models.append(("reward model", reward, config.layout_on(config.reward_ranks), head, ()))
+        models.append(("reward model", reward, config.reward_layout, head, ()))
     for what, name, layout, value_head, layers in models:
         if (folder := model_folder(name)) is None:
             yield redact(f"{what}: {name} is not on this machine, so no rank of it was built\n")

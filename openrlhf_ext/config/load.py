@@ -19,6 +19,7 @@ from openrlhf_ext.config.run_config import RunConfig, option_table
 from openrlhf_ext.config.show import format_help
 from openrlhf_ext.config.upstream import EARLIER_DEFAULTS, STANDS_FOR, is_earlier, of_earlier, origin_of, read_earlier
 from openrlhf_ext.inputs import InputError, read_text, shown
+from openrlhf_ext.megatron.layout import PIPELINE_ENDS
 from openrlhf_ext.options import (
     ConfigError,
     Fault,
@@ -287,7 +288,7 @@ Choice = Callable[[RunConfig], Mapping[str, Any]]
 """Makes the options that a configuration leaves to it, before any rule is asked."""
 CHOSEN = "chosen: megatron.layout auto"
 """Where such an option got its value (``RunConfig.sources``)."""
-_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", *PIPELINE_ENDS)
 
 
 def load_config(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from openrlhf_ext.config import precision
 from openrlhf_ext.config.file_rules import tokenizer_violations
 from openrlhf_ext.config.files import has_weights, model_folder, tokenizer_difference, unknown_tokens
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.inputs import InputError
+from openrlhf_ext.megatron.layout import PIPELINE_ENDS, ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_scale
 from openrlhf_ext.options import Violation
 from openrlhf_ext.options.sections import Megatron
@@ -76,7 +80,7 @@ def _reward_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viol
     yield from problems
     if model is None:
         return
-    yield from divisible(_REWARD, model, "megatron", config.megatron)
+    yield from divisible(_REWARD, model, "megatron", config.even_megatron)
     yield from _reads_policy(_REWARD, model, policy, config)
     if policy is not None and (difference := unknown_tokens(folder, policy_folder)) is not None:
         yield Violation((_REWARD, _ACTOR),
@@ -137,24 +141,62 @@ def divisible(option: str, model: ModelShape, prefix: str, layout: Megatron) -> 
     """The model of ``option`` can be cut as the layout named ``prefix`` says."""
     tp, pp = f"{prefix}.tensor_parallel_size", f"{prefix}.pipeline_parallel_size"
     stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
+    cut = ParallelLayout.of(layout, stages)
     yield from _heads_divisible(option, model, tp, layout.tensor_parallel_size)
     if model.ffn_hidden_size % layout.tensor_parallel_size:
         yield _indivisible(option, tp, layout.tensor_parallel_size, "MLP width", model.ffn_hidden_size)
-    if model.num_layers % stages:
-        yield _indivisible(option, pp, stages, "layers", model.num_layers)
+    uneven = [f"{prefix}.{name}" for name, layers in zip(PIPELINE_ENDS, cut.given_layers, strict=True) if layers]
+    if uneven and stages == 1:
+        return  # a rule of layouts says so
+    try:
+        sizes = sorted(set(cut.stage_layers(model.num_layers)))
+    except ValueError as error:
+        yield _uneven(option, pp, uneven, model, cut, error) if uneven else _indivisible(
+            option, pp, stages, "layers", model.num_layers
+        )
         return
-    per_chunk, left = divmod(model.num_layers, stages * chunks)
-    if left:
+    together = math.gcd(*sizes)
+    if together % chunks:
         vp = f"{prefix}.virtual_pipeline_size"
-        yield Violation((option, pp, vp),
-            f"{pp} * {vp} must divide the model's layers: got {stages} * {chunks}, the model of {option} has "
-            f"{model.num_layers}; use a {vp} of {_divisors(model.num_layers // stages)}")
-    elif (layout.recompute, layout.recompute_method) == ("full", "uniform") and per_chunk % layout.recompute_num_layers:
+        got = f"{stages} * {chunks}" if len(sizes) == 1 else f"{chunks} and stages of {_either(sizes)} layers"
+        must = f"{pp} * {vp} must divide the model's layers" if len(sizes) == 1 else f"{vp} must divide every stage"
+        yield Violation((option, pp, vp, *uneven),
+            f"{must}: got {got}, the model of {option} has {model.num_layers}; use a {vp} of {_divisors(together)}")
+        return
+    per_chunk = together // chunks
+    if (layout.recompute, layout.recompute_method) == ("full", "uniform") and per_chunk % layout.recompute_num_layers:
         name = "megatron.recompute_num_layers"
-        yield Violation((option, name),
+        yield Violation((option, name, *uneven),
             f"{name} must divide the layers of a model chunk with megatron.recompute_method uniform: got "
-            f"{layout.recompute_num_layers}, a chunk of the model of {option} has {per_chunk}; use "
-            f"{_divisors(per_chunk)}")
+            f"{layout.recompute_num_layers}, a chunk of the model of {option} has "
+            f"{_either([size // chunks for size in sizes])}; use {_divisors(per_chunk)}")
+
+
+def _uneven(
+    option: str, pp: str, given: list[str], model: ModelShape, cut: ParallelLayout, error: ValueError
+) -> Violation:
+    """Stages with layers of their own that leave the others unlike many, with what the last one given could be."""
+    changed = given[-1].rpartition(".")[2]
+    possible = [layers for layers in range(1, model.num_layers) if _can_be_cut(cut, changed, layers, model.num_layers)]
+    wanted = getattr(cut, changed)
+    near = sorted(sorted(possible, key=lambda layers: abs(layers - wanted))[:3])
+    remedy = f"use a {given[-1]} of {_either(near)}" if near else f"use fewer stages ({pp})"
+    got = " and ".join(f"{name} {layers}" for name, layers in zip(given, filter(None, cut.given_layers), strict=True))
+    return Violation((option, pp, *given),
+        f"{' and '.join(given)} must leave the other stages equally many layers, at least one each: got {got} with "
+        f"{pp} {cut.pipeline_parallel_size}, of the model of {option} {error}; {remedy}")
+
+
+def _can_be_cut(cut: ParallelLayout, name: str, layers: int, num_layers: int) -> bool:
+    changed: dict[str, Any] = {name: layers}
+    try:
+        return bool(dataclasses.replace(cut, **changed).chunk_layers(num_layers))
+    except ValueError:
+        return False
+
+
+def _either(numbers: Sequence[int]) -> str:
+    return " or ".join(map(str, numbers))
 
 
 def _heads_divisible(option: str, model: ModelShape, size_option: str, size: int) -> Iterator[Violation]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.layout import PIPELINE_ENDS, ParallelLayout
 from openrlhf_ext.options import Int, added, is_set, no_meaning, not_yet, sections
 from openrlhf_ext.options.sections.algo import GUIDED, MIXED
 from openrlhf_ext.options.sections.models import FP8
@@ -80,10 +80,20 @@ class RunConfig(Configuration):
     def critic_megatron(self) -> sections.Megatron:
         """``megatron.*`` as it holds for the critic: with ``critic.megatron.*`` where that is set."""
         own = {name: value for name, value in self.critic.megatron if value is not None}
-        layout = self.megatron.model_copy(update=own)
+        layout = self.even_megatron.model_copy(update=own)
         without: dict[str, Any] = {"sequence_parallel_enable": False} if layout.tensor_parallel_size == 1 else {}
         without |= {"virtual_pipeline_size": 1} if layout.pipeline_parallel_size == 1 else {}
         return layout.model_copy(update={name: value for name, value in without.items() if name not in own})
+
+    @property
+    def even_megatron(self) -> sections.Megatron:
+        """``megatron.*`` as it holds for a model with a value head: the head weighs nothing, stages have equally many
+        layers."""
+        return self.megatron.model_copy(update=dict.fromkeys(PIPELINE_ENDS))
+
+    @property
+    def reward_layout(self) -> ParallelLayout:
+        return ParallelLayout.of(self.even_megatron, self.reward_ranks)
 
     @property
     def critic_ranks(self) -> int:

@@ -306,7 +306,7 @@ def _policy_lines(config: RunConfig) -> Iterator[str]:
         columns = zip(*(_place(layout, rank, config.actor.num_gpus_per_node) for rank in ranks), strict=True)
         stage = layout.place(ranks[0]).stage
         spans = [_span(column) for column in columns]
-        rows.append([*spans, _stage_layers(model, stage, layout.pipeline_parallel_size)])
+        rows.append([*spans, _stage_layers(model, stage, layout)])
     yield from (f"  {line}" for line in aligned(rows[: _ROWS_SHOWN + 1]))
     if len(rows) > _ROWS_SHOWN + 1:
         yield f"  ... and so on, up to rank {layout.world_size - 1}: ranks are numbered in the order {RANK_ORDER}"
@@ -360,11 +360,11 @@ def _model_lines(model: ModelShape, tp: int) -> Iterator[str]:
     )
 
 
-def _stage_layers(model: ModelShape | None, stage: int, stages: int) -> str:
+def _stage_layers(model: ModelShape | None, stage: int, layout: ParallelLayout) -> str:
     if model is None:
         return "?"
-    size = model.num_layers // stages
-    return f"{stage * size}-{(stage + 1) * size - 1}"
+    chunks = layout.chunk_layers(model.num_layers)
+    return " ".join(_span(layers) for (at, _), layers in chunks.items() if at == stage)
 
 
 def _engine_lines(config: RunConfig) -> Iterator[str]:

@@ -298,7 +298,7 @@ class AuxiliaryModels:
             what = "critic and reward model"
             places = reserve(config.critic_ranks, config.vllm.start_timeout_s, what, shared=True)
         critic = ranks(CriticActor, "critic", config.critic_layout, places) if config.has_critic else None
-        of_reward = config.layout_on(config.reward_ranks)
+        of_reward = config.reward_layout
         reward = ranks(RewardActor, "reward model", of_reward, places) if config.has_reward_model else None
         return cls(critic, reward, frozen)
 
@@ -326,7 +326,7 @@ class AuxiliaryModels:
         """Arguments of the experience maker: ``critic``, ``kl``, and a scorer for each frozen model."""
         scorers: dict[str, Any] = {model.name: self._scorer(config, policy, model) for model in frozen_models(config)}
         if self.reward is not None and config.has_reward_model:
-            layout = config.layout_on(config.reward_ranks)
+            layout = config.reward_layout
             costs = _costs(reward_path(config), config, layout)
             scorers["reward"] = RewardScorer(Scorer(self.reward, "forward", layout.data_parallel_size, costs))
         return {"critic": self._value_trainer(config), "kl": _kl_coefficient(config), **scorers}

@@ -121,8 +121,9 @@ def critic_settings(config: RunConfig, policy: ModelSettings, steps: int) -> Mod
 
 def reward_settings(config: RunConfig, policy: ModelSettings) -> ModelSettings:
     """What every rank of the reward model gets: the policy's layout and precision, without FP8."""
-    layout = config.layout_on(config.reward_ranks)
-    return dataclasses.replace(_of_values(config, policy), model_path=reward_path(config), layout=layout)
+    return dataclasses.replace(
+        _of_values(config, policy), model_path=reward_path(config), layout=config.reward_layout
+    )
 
 
 def _of_values(config: RunConfig, policy: ModelSettings) -> ModelSettings:

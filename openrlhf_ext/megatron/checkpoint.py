@@ -46,6 +46,7 @@ from openrlhf_ext.checkpoints import (
 from openrlhf_ext.checkpoints.files import read_plain, write_plain
 from openrlhf_ext.checkpoints.tensors import TYPE_NAMES
 from openrlhf_ext.megatron.layers import LayerConverter
+from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
 from openrlhf_ext.megatron.policy import MegatronModel
 from openrlhf_ext.megatron.settings import KNOWN
@@ -432,7 +433,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 def _restore_random_states(model: MegatronModel, state: dict[str, Any], folder: Path) -> None:
     path = folder / f"{_rank_file(dist.get_rank())}.json"
-    if state["layout"] == asdict(model.settings.layout):
+    if ParallelLayout(**state["layout"]) == model.settings.layout:
         set_random_states(read_plain(path))
     elif dist.get_rank() == 0:
         logger.info("%s was written in another layout: random states of the ranks start anew", folder)

@@ -28,7 +28,7 @@ def test_a_sharded_bf16_checkpoint_goes_in_and_out_unchanged(tmp_path):
     make_tiny_model(tmp_path / "m", "qwen3")
     tensors = {name: t.bfloat16() for name, t in load_file(tmp_path / "m/model.safetensors").items()}
     save_tensors(tensors, tmp_path / "m", tmp_path / "sharded", max_shard_bytes=20_000)
-    done = run("--check", tmp_path / "sharded", "--tp", 2, "--sp")
+    done = run("--check", tmp_path / "sharded", "--tp", 2, "--sp", "--pp", 2, "--last_layers", 1)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert done.stderr == "", "libraries have no word"
     assert "bit for bit those of the files" in done.stdout and "goes in and out unchanged" in done.stdout
@@ -123,7 +123,8 @@ def test_a_model_that_cannot_be_cut_is_refused_before_any_process_starts(checkpo
 
 @pytest.mark.parametrize(
     ("words", "text"),
-    [(["--vp", "2"], "--vp needs --pp > 1: got 2 and 1"), (["--sp"], "--sp needs --tp > 1"), ([], "config.json")],
+    [(["--vp", "2"], "--vp needs --pp > 1: got 2 and 1"), (["--last_layers", "2"], "--last_layers needs --pp > 1"),
+     (["--sp"], "--sp needs --tp > 1"), ([], "config.json")],
 )
 def test_what_cannot_be_built_is_refused_before_any_process_starts(tmp_path, capsys, words, text):
     assert convert.main(["--check", str(tmp_path), *words]) == 2

@@ -49,6 +49,34 @@ def test_every_chunk_has_layers(shape):
     assert "got 2 * 3" in message and "use a megatron.virtual_pipeline_size of 1, 2, 4" in message
 
 
+def test_stages_with_layers_of_their_own_leave_the_others_alike(shape):
+    first, last = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+
+    def problems(**layout: int | str) -> list[str]:
+        return found(replace(shape, num_layers=28), **{"pipeline_parallel_size": 4, **layout})
+
+    assert problems(**{last: 4}) == problems(**{first: 6, last: 6}) == problems(**{first: 4}) == []
+    (message,) = problems(**{last: 5})
+    assert message == (
+        "megatron.decoder_last_pipeline_num_layers must leave the other stages equally many layers, at least one each: "
+        "got megatron.decoder_last_pipeline_num_layers 5 with megatron.pipeline_parallel_size 4, of the model of "
+        "actor.model_name_or_path 23 of 28 layers are left for 3 of 4 stages; use a "
+        "megatron.decoder_last_pipeline_num_layers of 1 or 4 or 7"
+    )
+    (message,) = problems(**{first: 20, last: 15, "pipeline_parallel_size": 2})
+    assert "-7 of 28 layers are left for 0 of 2 stages; use a megatron.decoder_last_pipeline_num_layers of 8" in message
+    (message,) = problems(**{first: 27})
+    assert "use a megatron.decoder_first_pipeline_num_layers of 19 or 22 or 25" in message
+    assert problems(**{last: 4, "virtual_pipeline_size": 4}) == []
+    (message,) = problems(**{last: 10, "virtual_pipeline_size": 4})
+    assert "must divide every stage: got 4 and stages of 6 or 10 layers" in message and "size of 1, 2" in message
+    full = {"recompute": "full", "recompute_num_layers": 4}
+    (message,) = problems(**{last: 10, **full})
+    assert "a chunk of the model of actor.model_name_or_path has 6 or 10; use 1, 2" in message
+    (message,) = problems(**{last: 4, "pipeline_parallel_size": 16})
+    assert "use a megatron.decoder_last_pipeline_num_layers of 13" in message
+
+
 def test_an_engine_may_replicate_key_value_heads_but_not_split_them_unevenly(shape):
     def broken(size: int, kv_heads: int) -> int:
         model = replace(shape, num_heads=24, num_kv_heads=kv_heads)

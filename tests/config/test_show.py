@@ -47,14 +47,14 @@ def test_the_table_places_every_rank_and_engine(load):
     text = placement_table(
         load("--actor.num_nodes", "2", "--actor.num_gpus_per_node", "4", "--megatron.tensor_parallel_size", "2",
              "--megatron.pipeline_parallel_size", "2", "--vllm.num_engines", "2", "--vllm.tensor_parallel_size", "2",
-             "--rollout.batch_size", "16")
+             "--rollout.batch_size", "16", "--megatron.decoder_last_pipeline_num_layers", "1")
     )  # fmt: skip
     assert "policy: 8 ranks = tp 2 x cp 1 x pp 2 x dp 2 (order tp-cp-ep-pp-dp), bf16" in text
     assert "vocabulary 101, padded to 102 (51 per tensor-parallel rank)" in text
     rows = [line.split() for line in text.splitlines()]
     ranks = [row for row in rows if len(row) == 8 and "-" in row[0]]
     assert [row[0] for row in ranks] == ["0-1", "2-3", "4-5", "6-7"], "those of a node on one line"
-    assert ranks[3] == ["6-7", "1", "2-3", "0-1", "0", "1", "1", "2-3"]
+    assert ranks[3] == ["6-7", "1", "2-3", "0-1", "0", "1", "1", "3"] and ranks[2][-1] == "0-2"
     wide = placement_table(load("--actor.num_nodes", "20", "--actor.num_gpus_per_node", "8",
                                 "--rollout.batch_size", "40", "--train.batch_size", "160"))  # fmt: skip
     assert "120-127    15   0-7   0   0   0  120-127     0-3\n  ... and so on, up to rank 159" in wide

@@ -68,6 +68,10 @@ def two_ranks(models, batch, tmp_path_factory):
         ("load", untied | {"tp": 2, "ema": True}, root / "ema"),
         ("load", untied | {"tp": 2, "ema": True}, root / "tp2"),
         ("load", untied | {"tp": 2}, root / "ema"),
+        ("load", untied | {"pp": 2, "ends": (None, 1)}, root / "tp2"),
+        ("save", untied | {"pp": 2, "ends": (3, None)}, root / "uneven"),
+        ("load", untied | {"pp": 2, "ends": (3, None)}, root / "uneven"),
+        ("load", untied | {"pp": 2, "vp": 2}, root / "uneven"),
     ]
     return root, jobs, launch(WORKER, "run", 2, batch=batch[0], weights_N=batch[1], jobs=jobs)
 
@@ -83,14 +87,16 @@ def assert_same_continuation(expected: dict, got: dict, case: dict, rel: float =
 
 def test_the_same_layout_continues_bit_for_bit(two_ranks):
     _, jobs, results = two_ranks
-    for saved, loaded in ((0, 1), (4, 5), (7, 8), (16, 17)):
+    for saved, loaded in ((0, 1), (4, 5), (7, 8), (16, 17), (25, 26)):
         expected, got = results[0][saved], results[0][loaded]
         assert got["steps"] == expected["steps"], jobs[loaded]
         for name, tensor in expected["weights"].items():
             assert got["weights"][name].equal(tensor), (jobs[loaded], name)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(0, 2), (0, 3), (4, 6), (12, 13), (0, 14), (0, 15), (16, 18)])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(0, 2), (0, 3), (4, 6), (12, 13), (0, 14), (0, 15), (16, 18), (0, 24), (25, 27)]
+)
 def test_another_layout_on_as_many_ranks(two_ranks, saved, loaded):
     _, jobs, results = two_ranks
     assert_same_continuation(results[0][saved], results[0][loaded], jobs[loaded][1])
@@ -131,7 +137,7 @@ def test_a_checkpoint_of_another_model_or_type_is_refused(two_ranks):
 
 def test_the_moving_average_of_the_weights_goes_on_and_is_what_is_written(two_ranks):
     root, _, results = two_ranks
-    saved, same, other, without, unwanted = results[0][-5:]
+    saved, same, other, without, unwanted = results[0][19:24]
     start, one, two = saved["every"]
     for name, tensor in load_file(root / "ema_hf/model.safetensors").items():
         average, weights = saved["averages"][name], saved["weights"][name]

@@ -18,6 +18,7 @@ def checkpoints(tmp_path_factory):
         ("qwen2", "qwen2", False, {}), ("qwen2-tied", "qwen2", True, {}), ("qwen3", "qwen3", False, {}),
         ("llama-tied", "llama", True, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
          "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}),
+        ("deep", "qwen2", True, {"layers": 6}),
     ]:  # fmt: skip
         path = tmp_path_factory.mktemp(name)
         model = make_tiny_model(path, family, tied=tied, **more)
@@ -61,6 +62,9 @@ LAYOUTS = {
         ("qwen2-tied", {"tp": 2, "distributed_optimizer": True}),
         ("qwen2-tied", {"pp": 2, "distributed_optimizer": True, "max_tokens": 30}),
         ("qwen2", {"cp": 2, "distributed_optimizer": True, "max_tokens": 20}),
+        ("deep", {"tp": 2, "pp": 2, "vp": 2, "ends": (4, 2), "sp": True, "distributed_optimizer": True}),
+        ("deep", {"pp": 4, "ends": (2, 2), "max_tokens": 30}),
+        ("deep", {"pp": 4, "ends": (None, 3), "recompute": FULL}),
     ],
 }  # fmt: skip
 

@@ -32,7 +32,6 @@ from openrlhf_ext.megatron.model.weight_map import (
     HFTensor,
     Rule,
     Shard,
-    chunk_layers,
     fill_shard,
     hf_shapes,
     hf_tensors,
@@ -152,11 +151,6 @@ def test_query_rows_stand_beside_their_key_and_value(models):
     assert torch.equal(torch.cat([to_shard(rule, [q, k, v], shape, r, 4) for r in (2, 3)]), expected)
 
 
-def test_interleaved_chunks_take_turns():
-    assert chunk_layers(8, 2, 2) == {(0, 0): range(0, 2), (1, 0): range(2, 4), (0, 1): range(4, 6), (1, 1): range(6, 8)}
-    assert chunk_layers(6, 3) == {(0, 0): range(0, 2), (1, 0): range(2, 4), (2, 0): range(4, 6)}
-
-
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_every_hf_tensor_is_listed_and_owned_once(models, chunks):
     for path in models.values():
@@ -164,14 +158,18 @@ def test_every_hf_tensor_is_listed_and_owned_once(models, chunks):
         names = [t.name for t in hf_tensors(shape)]
         with safe_open(path / "model.safetensors", "pt") as f:
             assert sorted(names) == sorted(f.keys())
-        owned = [name for _, rule in owned_rules(shape, 2, chunks) for name in rule.hf_names]
+        places = ParallelLayout(2, **layout(pp=2, vp=chunks))
+        owned = [name for _, rule in owned_rules(shape, places) for name in rule.hf_names]
         assert owned == names, "exported in the order in which they are announced"
 
 
 # ---- who gives what, and vLLM's own sender over it ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("degrees", [layout(tp=2, pp=2), layout(cp=2), layout(pp=2, vp=2), layout(tp=4, cp=2)])
+UNEVEN = {**layout(tp=2, pp=2), "decoder_last_pipeline_num_layers": 1}
+
+
+@pytest.mark.parametrize("degrees", [layout(tp=2, pp=2), layout(cp=2), layout(pp=2, vp=2), layout(tp=4, cp=2), UNEVEN])
 def test_every_entry_is_given_by_one_rank_of_the_first_replica(models, degrees):
     for path in models.values():
         shape, ranks = read_model_shape(path), ParallelLayout(8, **degrees)

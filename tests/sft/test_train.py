@@ -111,7 +111,8 @@ LAYOUTS = {
     1: [{}, {"train__dynamic_batch_enable": True, "train__max_tokens_per_gpu": 20}],
     4: [
         {"megatron__tensor_parallel_size": 2, "megatron__sequence_parallel_enable": True},
-        {"megatron__pipeline_parallel_size": 2, "megatron__context_parallel_size": 2},
+        {"megatron__pipeline_parallel_size": 2, "megatron__context_parallel_size": 2,
+         "megatron__decoder_last_pipeline_num_layers": 1},
         {"megatron__recompute": "full", "megatron__distributed_optimizer_enable": False},
     ],
 }  # fmt: skip

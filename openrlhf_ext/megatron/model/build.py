@@ -74,6 +74,8 @@ def transformer_config(
     converters: Sequence[LayerConverter] = (),
 ) -> TransformerConfig:
     on_gpu = torch.cuda.is_available()
+    layers = layout.stage_layers(shape.num_layers)
+    is_uneven = len(set(layers)) > 1
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -98,6 +100,9 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=(
             layout.virtual_pipeline_size if layout.virtual_pipeline_size > 1 else None
         ),
+        num_layers_in_first_pipeline_stage=layers[0] if is_uneven else None,
+        # of two stages it follows, and Megatron divides by the stages between (transformer_layer.py:152)
+        num_layers_in_last_pipeline_stage=layers[-1] if is_uneven and len(layers) > 2 else None,
         context_parallel_size=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel,
         # the loss shares already carry their denominators: Megatron must only add them up

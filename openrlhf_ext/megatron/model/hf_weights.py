@@ -75,7 +75,7 @@ class Ownership:
             }
             for stage in stages
         }
-        for stage, rule in owned_rules(shape, len(stages), layout.virtual_pipeline_size):
+        for stage, rule in owned_rules(shape, layout):
             given = {rank: placement(rule, shape, shard) for rank, shard in shards[stage].items()}
             for number, (name, whole) in enumerate(zip(rule.hf_names, hf_shapes(rule, shape), strict=True)):
                 found = {rank: tuple(p for p in pieces if p.tensor == number) for rank, pieces in given.items()}

@@ -13,6 +13,7 @@ from functools import cache
 
 from torch import Tensor
 
+from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.family import Rule
 from openrlhf_ext.megatron.model.shape import ModelShape
 
@@ -37,30 +38,20 @@ def stage_rules(shape: ModelShape, layers: range, first: bool, last: bool) -> li
     return rules
 
 
-def chunk_layers(num_layers: int, stages: int, chunks: int = 1) -> dict[tuple[int, int], range]:
-    """Global layers of every (pipeline stage, model chunk), as Megatron spreads them: evenly, chunks interleaved."""
-    size = num_layers // (stages * chunks)
-    return {
-        (stage, chunk): range((chunk * stages + stage) * size, (chunk * stages + stage + 1) * size)
-        for chunk in range(chunks)
-        for stage in range(stages)
-    }
-
-
-def owned_rules(shape: ModelShape, stages: int, chunks: int = 1) -> Iterator[tuple[int, Rule]]:
+def owned_rules(shape: ModelShape, layout: ParallelLayout) -> Iterator[tuple[int, Rule]]:
     """(pipeline stage that exports it, rule) for the whole model, in HF order."""
-    places = chunk_layers(shape.num_layers, stages, chunks)
+    places = layout.chunk_layers(shape.num_layers)
     stage_of = {layer: stage for (stage, _), layers in places.items() for layer in layers}
-    family = shape.family
+    family, last = shape.family, layout.pipeline_parallel_size - 1
     yield 0, family.embedding_rule
     for layer in range(shape.num_layers):
         for rule in family.layer_rules:
             yield stage_of[layer], rule.at_layer(layer, layer)
-    yield stages - 1, family.final_norm_rule
+    yield last, family.final_norm_rule
     if shape.value_head is not None:
-        yield stages - 1, value_head_rule(shape)
+        yield last, value_head_rule(shape)
     elif not shape.tied_embeddings:
-        yield stages - 1, family.output_rule
+        yield last, family.output_rule
 
 
 # ---- shapes and places --------------------------------------------------------------------------------------------

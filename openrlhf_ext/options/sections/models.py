@@ -295,7 +295,15 @@ class Megatron(Section):
         "memory of a GPU of the run, GiB, for megatron.layout auto and for a dry run's sum", gt=0,
         default_text="that of this machine's GPU; a dry run without one takes an H100's")
     tensor_parallel_size: Int = added(1, "ranks that share every layer (attention heads, MLP, vocabulary)", ge=1)
-    pipeline_parallel_size: Int = added(1, "pipeline stages; layers are spread evenly over them", ge=1)
+    pipeline_parallel_size: Int = added(1, "pipeline stages; layers are spread evenly over them, unless "
+        "megatron.decoder_first_pipeline_num_layers or megatron.decoder_last_pipeline_num_layers is given", ge=1)
+    decoder_first_pipeline_num_layers: Int | None = added(None,
+        "layers of the policy's first pipeline stage, which holds the embedding too; the stages between have equally "
+        "many", ge=1, default_text="as many as the others")
+    decoder_last_pipeline_num_layers: Int | None = added(None,
+        "layers of the policy's last pipeline stage, which holds the head too and is the slowest where it has as many "
+        "as the others; plan finds how many are best. Critic and reward model have no such head: theirs are even",
+        ge=1, default_text="as many as the others")
     context_parallel_size: Int = added(1,
         "ranks that share every sequence; each holds two pieces of it (equal work under a causal mask)", ge=1)
     virtual_pipeline_size: Int = added(1,

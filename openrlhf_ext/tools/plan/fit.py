@@ -29,6 +29,7 @@ from openrlhf_ext.options import is_set, nest
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.tools.plan.memory import GIB, Moment
 from openrlhf_ext.tools.plan.search import (
+    ENDS,
     SHARE,
     SIZES,
     Candidate,
@@ -314,7 +315,8 @@ def _too_large(planner: Planner, laid_out: Candidate, device: Device) -> Iterato
 
 def _remedy(config: RunConfig, device: Device) -> str:
     """Sizes that fit, or more GPUs."""
-    free, factor = _unset(config, (*SIZES, "megatron.sequence_parallel_enable", "megatron.virtual_pipeline_size")), 1
+    cuts = (*SIZES, *ENDS, "megatron.sequence_parallel_enable", "megatron.virtual_pipeline_size")
+    free, factor = _unset(config, cuts), 1
     while factor * config.world_size <= _MOST_GPUS:
         counts = _on_more(free, factor) if factor > 1 else {}
         more = with_options(free, counts)

@@ -25,7 +25,7 @@ from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.model.weight_map import chunk_layers, shard_shape, stage_rules
+from openrlhf_ext.megatron.model.weight_map import shard_shape, stage_rules
 from openrlhf_ext.megatron.settings import layer_converters
 from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.ranks.shared_gpu import RESERVE_BYTES, Parts, shared_parts
@@ -112,9 +112,9 @@ def rank_states(shape: ModelShape, layout: ParallelLayout, stage: int, options: 
     shards = layout.data_parallel_size * layout.context_parallel_size if options.distributed else 1
     parameters, entries, owned = 0, 0, np.zeros(shards, dtype=np.int64)
     stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
+    layers = layout.stage_layers(shape.num_layers)[stage] // chunks
     for chunk in range(chunks):
         first, last = stage == chunk == 0, stage == stages - 1 and chunk == chunks - 1
-        layers = shape.num_layers // (stages * chunks)
         named = chunk_parameters(shape, layout.tensor_parallel_size, layers, first, last)
         tied = shape.tied_embeddings and layout.pipeline_parallel_size > 1
         bucket_size = options.bucket_size if stage == 0 else None
@@ -180,7 +180,7 @@ def _owned(places: np.ndarray, buckets: list[tuple[int, int]], shards: int) -> n
 
 def _copies(shape: ModelShape, layout: ParallelLayout, stage: int, converters: Sequence[LayerConverter]) -> int:
     """Of the linear layers' weights (two dimensions), which layers keep beside the weights themselves."""
-    chunks = chunk_layers(shape.num_layers, layout.pipeline_parallel_size, layout.virtual_pipeline_size)
+    chunks = layout.chunk_layers(shape.num_layers)
     numbers = [number for (at, _), range_ in chunks.items() if at == stage for number in range_]
     one = stage_rules(shape, range(1), first=False, last=False)
     weights = [shard_shape(rule, shape, layout.tensor_parallel_size) for rule in one]
@@ -291,7 +291,7 @@ class Activations:
 def activations(shape: ModelShape, layout: ParallelLayout, stage: int, work: Pass, micro_batches: int) -> Activations:
     """Of a stage's ranks in a train step of so many micro-batches; the head's own workspace is not among them."""
     layer = layer_activations(shape, layout, work)
-    layers = shape.num_layers // (layout.pipeline_parallel_size * layout.virtual_pipeline_size)
+    layers = layout.stage_layers(shape.num_layers)[stage] // layout.virtual_pipeline_size
     kept, recomputed = _kept_and_recomputed(layer, layers, work.megatron)
     if work.megatron.recompute == "full":  # the checkpointed function takes the rotary table of the whole pack
         kept += 4 * work.tokens * layout.context_parallel_size * shape.head_dim
@@ -439,6 +439,11 @@ class TrainedModel:
     states: tuple[States, ...]
 
     @property
+    def layers(self) -> list[int]:
+        """Of every stage."""
+        return self.training.layout.stage_layers(self.shape.num_layers)
+
+    @property
     def parameters(self) -> int:
         return rank_states(self.shape, ParallelLayout(1), 0, StateOptions()).parameters
 
@@ -453,9 +458,12 @@ def policy_in(config: RunConfig, shape: ModelShape) -> TrainedModel:
     bucket_size = buckets if megatron.overlap_grad_reduce else None
     distributed, converters = megatron.distributed_optimizer_enable, layer_converters(config)
     options = StateOptions(param_bytes(megatron), distributed, bucket_size, converters)
+    return _trained_model(shape, policy_training(config), options)
+
+
+def policy_training(config: RunConfig) -> Training:
     fp8 = config.fp8.enable and not config.fp8.emulate
-    training = _training(config, megatron, layout, config.actor.num_gpus_per_node, fp8=fp8)
-    return _trained_model(shape, training, options)
+    return _training(config, config.megatron, config.layout, config.actor.num_gpus_per_node, fp8=fp8)
 
 
 def critic_in(config: RunConfig, shape: ModelShape) -> TrainedModel:
@@ -505,9 +513,9 @@ def trained(
     return Trained(policy, critic, _heaviest(config, work, policy), critic_parts, frozen or {})
 
 
-def frozen_weights(config: RunConfig, shape: ModelShape, ranks: int) -> int:
-    """Bytes on the fullest of the own ranks of a model that only scores; it is laid out as the policy."""
-    layout, options = config.layout_on(ranks), StateOptions(param_bytes(config.megatron), distributed=False)
+def frozen_weights(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> int:
+    """Bytes on the fullest of the own ranks of a model that only scores."""
+    options = StateOptions(param_bytes(config.megatron), distributed=False)
     stages = range(layout.pipeline_parallel_size)
     return max(rank_states(shape, layout, stage, options).weights for stage in stages)
 
@@ -598,11 +606,14 @@ def host_memory(config: RunConfig, policy: TrainedModel) -> dict[str, int]:
     """Of a node, by part, if all its ranks were the fullest."""
     fullest = max(policy.states, key=lambda one: one.weights + one.optimizer)
     per_node = config.actor.num_gpus_per_node
+    whole = 2 * policy.parameters if config.weight_sync.delta_enable else 0
     moved, average = fullest.weights + fullest.optimizer, 4 * fullest.weights // param_bytes(config.megatron)
     return _there({
         "states of sleeping ranks": per_node * moved if config.ds.enable_sleep else 0,
         "reference policy": per_node * fullest.weights if config.has_reference else 0,
         "moving average (fp32)": per_node * average if config.train.enable_ema else 0,
+        "copy of the weights in rank 0, to find changes": whole,
+        "copies of the weights in engines of a node": per_node * whole,
         "checkpoint on its way to disk": per_node * moved if config.ckpt.async_enable and config.ckpt.saves else 0,
     })  # fmt: skip
 

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from openrlhf_ext.config import RunConfig, Violation, value_of
@@ -20,7 +20,7 @@ from openrlhf_ext.config.files import model_folder, unknown_model
 from openrlhf_ext.config.model_rules import divisible, shape_violations
 from openrlhf_ext.config.rules import LAYOUT_RULES
 from openrlhf_ext.inputs import nearest
-from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.layout import PIPELINE_ENDS, ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
 from openrlhf_ext.options import Section, is_set, nest
 from openrlhf_ext.options.sections import Megatron
@@ -39,10 +39,11 @@ from openrlhf_ext.tools.plan.memory import (
     moments,
     param_bytes,
     policy_in,
+    policy_training,
     rank_states,
     trained,
 )
-from openrlhf_ext.tools.plan.seconds import GPUS, Assumptions, Clock, Engines, Seconds, Workload
+from openrlhf_ext.tools.plan.seconds import GPUS, Assumptions, Clock, Engines, Seconds, Sync, Workload
 
 _ACTOR, _CRITIC = "actor.model_name_or_path", "critic.model_name_or_path"
 _DEGREES = (1, 2, 4, 8)
@@ -53,8 +54,6 @@ _RECOMPUTES: tuple[dict[str, Any], ...] = (
     {"megatron.recompute": "full", "megatron.recompute_method": "uniform", "megatron.recompute_num_layers": 1},
 )
 _MOST_GPUS, _FEW_NODES = 4096, 8
-_NODE = 8
-"""GPUs of an SXM node, however few of them the policy takes."""
 ALIKE = 0.05
 """Steps that differ by a smaller share count as equally long."""
 TIGHT = 0.95
@@ -64,10 +63,11 @@ SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Of a GPU for its engine, tried where the run sets none."""
 KV_CACHE = "engine: KV cache"
 SIZES = tuple(f"megatron.{axis}_parallel_size" for axis in ("tensor", "pipeline", "context"))
+ENDS = tuple(f"megatron.{name}" for name in PIPELINE_ENDS)
 _SEQUENCE = "megatron.sequence_parallel_enable"
 CHOSEN = (
     "megatron.tensor_parallel_size", "megatron.pipeline_parallel_size", "megatron.context_parallel_size",
-    "megatron.virtual_pipeline_size", "megatron.sequence_parallel_enable", "vllm.num_engines",
+    "megatron.virtual_pipeline_size", "megatron.sequence_parallel_enable", *ENDS, "vllm.num_engines",
     "vllm.tensor_parallel_size",
 )  # fmt: skip
 """Options of the run that a layout replaces."""
@@ -225,10 +225,9 @@ class Planner:
 
     def _own_options(self) -> Iterator[Options]:
         config, ranks = self.config, self.config.world_size
-        stages = [n for n in range(1, _MOST_STAGES + 1) if self.shape.num_layers % n == 0]
         degrees = [
             (value_of(config, name),) if is_set(config, name) else tried
-            for name, tried in zip(SIZES, (_DEGREES, stages, _DEGREES), strict=True)
+            for name, tried in zip(SIZES, (_DEGREES, range(1, _MOST_STAGES + 1), _DEGREES), strict=True)
         ]  # fmt: skip
         recomputes = ({},) if is_set(config, "megatron.recompute") else _RECOMPUTES
         for tp, pp, cp in itertools.product(*degrees):
@@ -236,7 +235,7 @@ class Planner:
                 continue
             sequence = {} if is_set(config, _SEQUENCE) else {_SEQUENCE: tp > 1}
             for recompute in recomputes:
-                yield dict(zip(SIZES, (tp, pp, cp), strict=True)) | sequence | recompute
+                yield from self._cut({**dict(zip(SIZES, (tp, pp, cp), strict=True)), **sequence, **recompute})
 
     @property
     def is_allowed(self) -> bool:
@@ -318,19 +317,30 @@ class Planner:
         self, nodes: dict[str, int], engines: dict[str, int], if_states_fit: bool
     ) -> Iterator[tuple[dict[str, Any], RunConfig]]:
         ranks, per_node = nodes["actor.num_nodes"] * nodes["actor.num_gpus_per_node"], nodes["actor.num_gpus_per_node"]
-        stages = [n for n in range(1, _MOST_STAGES + 1) if self.shape.num_layers % n == 0]
-        for tp, pp, cp in itertools.product(_DEGREES, stages, _DEGREES):
+        for tp, pp, cp in itertools.product(_DEGREES, range(1, _MOST_STAGES + 1), _DEGREES):
             if tp > per_node or ranks % (tp * pp * cp) or (if_states_fit and not self._states_fit(tp, pp, ranks)):
                 continue
             for vp, recompute, budget in itertools.product(_CHUNKS if pp > 1 else (1,), _RECOMPUTES, self._budgets(cp)):
-                options = nodes | {
+                degrees = {
                     "megatron.tensor_parallel_size": tp, "megatron.sequence_parallel_enable": tp > 1,
                     "megatron.pipeline_parallel_size": pp, "megatron.context_parallel_size": cp,
                     "megatron.virtual_pipeline_size": vp, **recompute, **budget,
                 }  # fmt: skip
-                config = with_options(self.config, {**options, **engines})
-                if not self._broken(config):
-                    yield options, config
+                for options in self._cut({**nodes, **degrees}):
+                    config = with_options(self.config, {**options, **engines})
+                    if not self._broken(config):
+                        yield options, config
+
+    def _cut(self, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """With stages of equally many layers, and with the first and last stage with which the slowest one, the head of
+        the last included, has least to do."""
+        training = policy_training(with_options(self.config, options))
+        stages, chunks = training.layout.pipeline_parallel_size, training.layout.virtual_pipeline_size
+        if self.shape.num_layers % (stages * chunks) == 0:
+            yield options | {name: None for name in ENDS if value_of(self.config, name) is not None}
+        head = round(self.clock.head_layers(training), 1) if stages > 1 else 0.0
+        if stages > 1 and (ends := balanced_ends(self.shape.num_layers, stages, chunks, head)) is not None:
+            yield options | dict(zip(ENDS, ends, strict=True))
 
     def _states_fit(self, tp: int, pp: int, ranks: int) -> bool:
         """Whether the states alone could fit: a bound that is quick to tell and refuses nothing that fits."""
@@ -364,7 +374,7 @@ class Planner:
         if config.has_critic:
             yield from divisible(_CRITIC, self._value_shape, "critic.megatron", config.critic_megatron)
         if config.has_reward_model:
-            yield from divisible("reward.model_name_or_path", self._reward_shape, "megatron", config.megatron)
+            yield from divisible("reward.model_name_or_path", self._reward_shape, "megatron", config.even_megatron)
 
     # ---- one layout -----------------------------------------------------------------------------------------------
 
@@ -372,11 +382,11 @@ class Planner:
         critic = critic_in(config, self._value_shape) if config.has_critic else None
         frozen = {}
         if config.reference_ranks:
-            frozen["reference"] = frozen_weights(config, self.shape, config.reference_ranks)
+            frozen["reference"] = frozen_weights(config, self.shape, config.layout_on(config.reference_ranks))
         if config.has_reward_model and not (config.reward.offload and config.train.colocate_all):
-            frozen[REWARD] = frozen_weights(config, self._reward_shape, config.reward_ranks)
+            frozen[REWARD] = frozen_weights(config, self._reward_shape, config.reward_layout)
         if config.guide_ranks:
-            frozen["guide"] = frozen_weights(config, self._guide_shape, config.guide_ranks)
+            frozen["guide"] = frozen_weights(config, self._guide_shape, config.layout_on(config.guide_ranks))
         return trained(config, self.work, policy_in(config, self.shape), critic, frozen)
 
     def _with_best_share(self, options: Options, config: RunConfig, models: Trained) -> Candidate:
@@ -428,6 +438,14 @@ class Planner:
         modes = {"none": Megatron(), "selective: mlp": mlp, "full": Megatron(recompute="full")}
         return {name: activation_bytes(config, self.work, candidate.policy, 0, mode) for name, mode in modes.items()}
 
+    def head_layers(self, candidate: Candidate) -> float:
+        """How many layers take as long as the head, which the last stage holds too."""
+        return self.clock.head_layers(candidate.policy.training)
+
+    def syncs(self, candidate: Candidate) -> dict[str, Sync]:
+        """Every way to send the weights."""
+        return self.clock.syncs(with_options(self.config, candidate.options), candidate.policy, candidate.engines)
+
     def disk(self) -> dict[str, int]:
         return checkpoints(self.config, self.parameters)
 
@@ -437,8 +455,7 @@ class Planner:
         clock, training = self.clock, policy.training
         rollout = clock.rollout(engines)
         logprobs, train = clock.logprobs(training), clock.train(training, policy.fullest)
-        engine_gpus = 0 if config.engines_share_gpus else config.engine_workers
-        sync = clock.sync(training.layout.world_size + engine_gpus <= max(training.near_ranks, _NODE))
+        sync = clock.sync(config, policy, engines)
         sleeps = config.engines_share_gpus and config.ds.enable_sleep
         moves = clock.moves(policy.fullest) if sleeps else 0.0
         if critic is not None:
@@ -459,8 +476,24 @@ class Planner:
 _SHOWN = (
     "actor.num_nodes", "actor.num_gpus_per_node", "megatron.tensor_parallel_size",
     "megatron.sequence_parallel_enable", "megatron.pipeline_parallel_size", "megatron.context_parallel_size",
-    "megatron.virtual_pipeline_size", "megatron.recompute", "vllm.num_engines", "vllm.tensor_parallel_size",
+    "megatron.virtual_pipeline_size", *ENDS, "megatron.recompute", "vllm.num_engines", "vllm.tensor_parallel_size",
 )  # fmt: skip
+
+
+@cache
+def balanced_ends(num_layers: int, stages: int, chunks: int, head: float) -> tuple[int | None, int] | None:
+    """Layers of the first (None: as many as those between) and of the last stage, whose head takes as long as so many
+    layers, for the fastest slowest stage; of equals the one with the smallest first stage, which keeps most
+    activations. None: even stages are as fast."""
+    slowest = num_layers / stages + head if num_layers % (stages * chunks) == 0 else math.inf
+    best, ends = (slowest, math.inf), None
+    for last in range(chunks, num_layers, chunks):
+        for middle in range(chunks, num_layers, chunks) if stages > 2 else (num_layers - last,):
+            first = num_layers - last - middle * (stages - 2)
+            found = max(first, middle, last + head), float(first)
+            if first > 0 and first % chunks == 0 and found[0] < slowest and found < best:
+                best, ends = found, (None if first == middle else first, last)
+    return ends
 
 
 def order(candidate: Candidate) -> tuple[float, ...]:

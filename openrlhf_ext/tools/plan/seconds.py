@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.megatron.model.flops import BACKWARD, PEAK_BF16_TFLOPS, ForwardFlops
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.tools.plan.memory import GIB, States, Training, Workload
+from openrlhf_ext.options.sections import Megatron
+from openrlhf_ext.tools.plan.memory import GIB, States, TrainedModel, Training, Workload
 
 _BF16, _FP32 = 2, 4
+_NODE = 8
+"""GPUs of an SXM node, however few of them the policy takes."""
 _MOST_REQUESTS = 1024  # rollout/launch.py's default on a GPU
 
 
@@ -87,7 +91,7 @@ class Assumptions:
     launch_us: float = 2100.0
     tail: float = 0.25
     engine_gib: float = 4.0
-    fixed_s: float = 9.8
+    fixed_s: float = 8.9
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class Error:
     worst: float
 
 
-STEP_ERROR = Error(rows=13, median=1.17, worst=1.56)
+STEP_ERROR = Error(rows=13, median=1.15, worst=1.56)
 """As benchmarks/results/plan_cpu.json has it."""
 
 
@@ -136,6 +140,31 @@ class Seconds:
     @property
     def step(self) -> float:
         return sum(dataclasses.astuple(self))
+
+
+WHOLE, SLICES, GLOO = "through rank 0", "in slices", "over gloo"
+"""Ways of a weight sync: as ``nccl`` and ``cuda_ipc`` send, where every engine gets all from rank 0; as vLLM's
+``sharded_rdt`` does, which this package does not call: each engine worker gets the slices that it holds from the ranks
+that hold them, all copies of the policy alike; and host memory."""
+_CALLS_S = (0.05, 0.018)
+"""Of the calls of an update with one engine, and of each further one. These and the next two are measured on two cores
+with Qwen2.5-0.5B (benchmarks/results/weight_sync_cpu.json: control; engine; transport, delta)."""
+_GLOO_S_PER_GB, _DELTA_S_PER_GB = 1.15, 1.24
+"""Over gloo into a loaded engine, and where 0.1 % of the entries changed (the whole sync, 0.38 s of it sending and
+0.75 s loading; sending takes 0.48 s where changes are found first)."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Seconds of a weight sync: in which bytes move, of calls besides; ``binds``: what takes the former."""
+
+    moving: float
+    calls: float
+    binds: str
+
+    @property
+    def seconds(self) -> float:
+        return self.moving + self.calls
 
 
 @dataclass(frozen=True)
@@ -219,30 +248,53 @@ class Clock:
         return self.work.epochs * updates * (one + self._update(training, states))
 
     def _schedule(self, training: Training, samples: int, *, forward_only: bool) -> float:
-        """A pipeline schedule: every micro-batch on every stage, all about as large, and the bubble."""
+        """A pipeline schedule: every micro-batch on every stage, all about as large. The slowest stage is always busy
+        but for the bubble, in which the first micro-batch passes the others."""
         layout = training.layout
-        bubble = (layout.pipeline_parallel_size - 1) / layout.virtual_pipeline_size
+        count, sequences = self._micro_batches(training, samples, forward_only)
+        *others, last = layout.stage_layers(self.shape.num_layers)
+        alike = Counter([*((layers, False) for layers in others), (last, True)])
+        stages = {(n, head): self._stage(training, n, head, sequences, forward_only) for n, head in alike}
+        slowest, together = max(stages.values()), sum(stages[one] * number for one, number in alike.items())
+        return count * slowest + (together - slowest) / layout.virtual_pipeline_size
+
+    def _micro_batches(self, training: Training, samples: int, forward_only: bool) -> tuple[int, float]:
+        """How many a rank has, and of how many sequences."""
         count = training.micro_batches(samples, self.work.length, forward_only)
-        sequences = math.ceil(samples / layout.data_parallel_size) / count
-        return (count + bubble) * self._micro_batch(training, sequences, forward_only)
+        return count, math.ceil(samples / training.layout.data_parallel_size) / count
 
-    def _micro_batch(self, training: Training, sequences: float, forward_only: bool) -> float:
-        layout, flops = training.layout, self.work.forward(self.shape)
-        ranks = layout.model_parallel_size
-        linear = self._products(flops.layers, training.fp8)
-        outer = flops.attention / (self.gpu.tflops * 1e12 * self.assumed.attention) + self._products(flops.head)
-        again = 0.0 if forward_only else self._recomputed(training, linear, flops)
+    def _stage(self, training: Training, layers: float, head: bool, sequences: float, forward_only: bool) -> float:
+        """A micro-batch on a stage of so many layers, ``head``: and the head."""
+        ranks = training.layout.tensor_parallel_size * training.layout.context_parallel_size
+        of_layer, of_head, passes = self._computing(training, forward_only)
+        computing = sequences * (layers * of_layer + (of_head if head else 0.0)) / ranks
+        launching = passes * layers * self.assumed.launch_us * 1e-6
+        return max(computing, launching) + self._communication(training, layers, sequences, passes)
+
+    def head_layers(self, training: Training) -> float:
+        """How many layers take as long as the head in training, on a stage with the mean of the layers."""
+        layers = self.shape.num_layers / training.layout.pipeline_parallel_size
+        _, sequences = self._micro_batches(training, min(self.work.batch, self.work.samples), forward_only=False)
+        without, together = (self._stage(training, layers, head, sequences, False) for head in (False, True))
+        return (together - without) * layers / without
+
+    def _computing(self, training: Training, forward_only: bool) -> tuple[float, float, int]:
+        """Seconds that a layer and the head take for one sequence on one GPU, and forward and backward passes in units
+        of a forward pass."""
+        flops, layers = self.work.forward(self.shape), self.shape.num_layers
+        linear, attention = self._products(flops.layers, training.fp8), self._attention(flops)
+        again = 0.0 if forward_only else self._recomputed(training.megatron, linear, attention)
         passes = 1 if forward_only else 1 + BACKWARD
-        computing = sequences * (passes * (linear + outer) + again) / ranks
+        computing, head = passes * (linear + attention) + again, passes * self._products(flops.head)
         passes += again > 0
-        entries = sequences * self.work.length * self.shape.hidden_size * self.shape.num_layers / ranks
+        entries = self.work.length * self.shape.hidden_size * layers
         computing += passes * entries * self.assumed.traffic / (self.gpu.hbm * 1e9)
-        launching = passes * self.shape.num_layers / layout.pipeline_parallel_size * self.assumed.launch_us * 1e-6
-        return max(computing, launching) + self._communication(training, sequences, passes)
+        return computing / layers, head, passes
 
-    def _recomputed(self, training: Training, linear: float, flops: ForwardFlops) -> float:
-        megatron = training.megatron
-        attention = flops.attention / (self.gpu.tflops * 1e12 * self.assumed.attention)
+    def _attention(self, flops: ForwardFlops) -> float:
+        return flops.attention / (self.gpu.tflops * 1e12 * self.assumed.attention)
+
+    def _recomputed(self, megatron: Megatron, linear: float, attention: float) -> float:
         if megatron.recompute == "full":
             return linear + attention
         if megatron.recompute == "none":
@@ -253,11 +305,10 @@ class Clock:
         modules = megatron.recompute_modules
         return (linear * share if "mlp" in modules else 0.0) + (attention if "core_attn" in modules else 0.0)
 
-    def _communication(self, training: Training, sequences: float, passes: float) -> float:
-        """Tensor-, context- and pipeline-parallel messages of one micro-batch on one stage."""
+    def _communication(self, training: Training, layers: float, sequences: float, passes: float) -> float:
+        """Tensor-, context- and pipeline-parallel messages of one micro-batch on a stage of so many layers."""
         layout, shape = training.layout, self.shape
         tokens = sequences * self.work.length / layout.context_parallel_size
-        layers = shape.num_layers / layout.pipeline_parallel_size
         tp, cp = layout.tensor_parallel_size, layout.context_parallel_size
         wide = tokens * shape.hidden_size * _BF16
         # two all-gathers and two reduce-scatters (or two all-reduces) a layer and pass
@@ -283,9 +334,43 @@ class Clock:
 
     # ---- weights and states -------------------------------------------------------------------------------------
 
-    def sync(self, near: bool) -> float:
-        """All weights in bf16 through the first rank's port, or within its node, to every engine at a time."""
-        return self.parameters * _BF16 / self._rate(self.gpu.near if near else self.gpu.far)
+    def sync(self, config: RunConfig, policy: TrainedModel, engines: Engines) -> float:
+        """All weights in bf16 to every engine, in the way that the run has."""
+        ways = self.syncs(config, policy, engines)
+        return ways[GLOO if config.vllm.sync_backend == "gloo" else WHOLE].seconds
+
+    def syncs(self, config: RunConfig, policy: TrainedModel, engines: Engines) -> dict[str, Sync]:
+        """Every way of sending, by name. What a part takes is hidden behind the longest one, as buckets are sent,
+        received, loaded and summed at the same time; the calls are not."""
+        layout, per_node = policy.training.layout, max(policy.training.near_ranks, _NODE)
+        shared, workers = config.engines_share_gpus, engines.count * engines.tensor_parallel_size
+        one_node = layout.world_size + (0 if shared else workers) <= per_node
+        nodes = 1 if one_node else math.ceil(layout.model_parallel_size / policy.training.near_ranks)
+        size = self.parameters * _BF16
+        calls = _CALLS_S[0] + _CALLS_S[1] * (engines.count - 1)
+        wire, across = self._rate(self.gpu.near if one_node else self.gpu.far), self._rate(self.gpu.far)
+
+        def in_memory(held: float) -> tuple[float, str]:  # written, read by the loader, written, read for the sum
+            return 4 * held / self._rate(self.gpu.hbm), "loading and checksums"
+
+        gathered = size * (1 - 1 / nodes) / across if nodes > 1 else size / self._rate(self.gpu.near)
+        whole = max((size / wire, "what rank 0 sends"), (gathered, "what rank 0 gathers"), in_memory(size))
+        # a slice lies on one of the nodes that a copy is spread over, or on none where engines have their own
+        away = 0.0 if one_node else 1 - 1 / nodes if shared else 1.0
+        received = size / engines.tensor_parallel_size
+        held = policy.fullest.parameters * _BF16 * engines.count
+        sent = held / (layout.data_parallel_size * layout.context_parallel_size)
+        slices = max(
+            *((part * share / self._rate(rate), f"{what}{where}")
+              for part, what in ((received, "what a worker receives"), (sent, "what the fullest rank sends"))
+              for share, rate, where in ((away, self.gpu.far, ""), (1 - away, self.gpu.near, " within a node"))),
+            in_memory(received),
+        )  # fmt: skip
+        host = size / 1e9 * (_DELTA_S_PER_GB if config.weight_sync.delta_enable else _GLOO_S_PER_GB)
+        return {
+            WHOLE: Sync(whole[0], calls, whole[1]), SLICES: Sync(slices[0], calls, slices[1]),
+            GLOO: Sync(host, calls, "host memory and the loopback"),
+        }  # fmt: skip
 
     def moves(self, states: States) -> float:
         """States of a policy that sleeps: to host memory and back; gradients are only given up."""
@@ -308,4 +393,7 @@ class Clock:
             f"a decoding step takes {a.layer_us:g} microseconds a layer besides, a message {a.message_us:g}; the "
             f"longest responses are finished in a batch of {a.tail:.0%}; no communication is hidden behind "
             f"computation; {a.fixed_s:g} s a step for grading, shaping and records",
+            f"a weight sync: {_CALLS_S[0] * 1e3:g} ms of calls and {_CALLS_S[1] * 1e3:g} for each further engine, over "
+            f"gloo {_GLOO_S_PER_GB:g} s for 10^9 bytes ({_DELTA_S_PER_GB:g} where 0.1% of the weights changed), "
+            "measured on two cores (weight_sync_cpu.json); on a GPU loading and summing are four passes of its memory",
         ]

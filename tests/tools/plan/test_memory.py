@@ -19,8 +19,9 @@ from tests.models import make_tiny_model
 from tests.tools.plan.test_layout_proof import config_folder
 
 LENGTH, SEQUENCES = 256, 4
-TP, PP, CP, VP = (
+TP, PP, CP, VP, LAST = (
     "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "virtual_pipeline_size",
+    "decoder_last_pipeline_num_layers",
 )  # fmt: skip
 RECOMPUTED = {
     "none": {},
@@ -34,12 +35,13 @@ RECOMPUTED = {
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen3", True), ("llama", False), ("llama", True)])
-def test_parameters_are_those_of_models_built_in_twenty_layouts(tmp_path, family, tied):
+def test_parameters_are_those_of_models_built_in_many_layouts(tmp_path, family, tied):
     folder = config_folder(tmp_path, family, tie_word_embeddings=tied)
     shape = read_model_shape(folder)
     for layout in (
         ParallelLayout(1), ParallelLayout(8, 2, 1, 2, True), ParallelLayout(16, 4, 2), ParallelLayout(8, 2, 4, 1, True),
-        ParallelLayout(4, 1, 2, 1, False, 2),
+        ParallelLayout(4, 1, 2, 1, False, 2), ParallelLayout(3, 1, 3, 1, False, 1, None, 2),
+        ParallelLayout(4, 2, 2, 1, True, 1, 3),
     ):  # fmt: skip
         shares = prove_layout(folder, layout, torch.bfloat16, distributed_optimizer=True).shares
         for share in shares:
@@ -100,7 +102,7 @@ def test_one_rank_in_every_recompute_mode(tmp_path):
 def test_two_ranks_in_every_kind_of_layout(tmp_path):
     make_tiny_model(tmp_path / "qwen2", "qwen2")
     make_tiny_model(tmp_path / "qwen3", "qwen3", tied=True)
-    layouts = ({TP: 2, "sequence_parallel": True}, {TP: 2}, {CP: 2}, {PP: 2}, {PP: 2, VP: 2}, {})
+    layouts = ({TP: 2, "sequence_parallel": True}, {TP: 2}, {CP: 2}, {PP: 2}, {PP: 2, LAST: 1}, {PP: 2, VP: 2}, {})
     cases = [
         case(tmp_path / family, {"world_size": 2, **layout}, recompute)
         for layout in layouts

@@ -11,7 +11,8 @@ from openrlhf_ext.config.model_rules import shape_violations
 from openrlhf_ext.config.rules import RULES
 from openrlhf_ext.ranks.shared_gpu import SharedGpu, SharedGpuTooSmall
 from openrlhf_ext.tools.plan.memory import Moment, moments, policy_in, trained
-from openrlhf_ext.tools.plan.search import SHARE, SHARING, Planner, binding, with_options
+from openrlhf_ext.tools.plan.search import SHARE, SHARING, Candidate, Planner, balanced_ends, binding, with_options
+from openrlhf_ext.tools.plan.seconds import SLICES, WHOLE
 
 MODELS = (
     "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-32B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B",
@@ -50,12 +51,17 @@ def fits(plan: Planner, gpus: int) -> bool:
         engines = [tp for tp in (1, 2, 4, 8) if others % tp == 0 and tp <= min(8, others)]
         recomputes = ({"megatron.recompute": "none"}, {"megatron.recompute": "full"})
         for tp, pp, cp, recompute in itertools.product((1, 2, 4, 8), range(1, 17), (1, 2, 4, 8), recomputes):
-            if ranks % (tp * pp * cp) or plan.shape.num_layers % pp or 6 * plan.parameters // (tp * pp) > memory:
+            if ranks % (tp * pp * cp) or 6 * plan.parameters // (tp * pp) > memory:
                 continue
+            layers = plan.shape.num_layers  # in stages of as many layers, or with a last stage of fewer
+            last = next(n for n in range(layers // pp, -1, -1) if (layers - n) % max(1, pp - 1) == 0)
             layout = nodes | recompute | {
                 "megatron.tensor_parallel_size": tp, "megatron.sequence_parallel_enable": tp > 1,
                 "megatron.pipeline_parallel_size": pp, "megatron.context_parallel_size": cp,
+                "megatron.decoder_last_pipeline_num_layers": last if layers % pp else None,
             }  # fmt: skip
+            if last == 0:
+                continue
             base = with_options(plan.config, layout)
             models = trained(base, plan.work, policy_in(base, plan.shape), None)
             for share in shares:
@@ -122,9 +128,59 @@ def test_a_share_that_is_set_binds_and_one_that_is_not_is_searched():
 def test_weights_travel_between_nodes_where_the_engines_are_on_others():
     """Policy and engines within eight GPUs share a node, whatever the policy takes of it."""
     words = ("--vllm.num_engines", "4", "--vllm.tensor_parallel_size", "1")
-    near = planner("Qwen/Qwen2.5-7B", False, "--actor.num_gpus_per_node", "4", *words).timed()
-    far = planner("Qwen/Qwen2.5-7B", False, "--actor.num_gpus_per_node", "8", *words).timed()
-    assert far.sync == pytest.approx(9 * near.sync), "450 GB/s within a node, 50 between nodes"
+    plans = [planner("Qwen/Qwen2.5-7B", False, "--actor.num_gpus_per_node", ranks, *words) for ranks in ("4", "8")]
+    near, far = (plan.syncs(plan.as_configured())[WHOLE] for plan in plans)
+    assert far.moving == pytest.approx(9 * near.moving), "450 GB/s within a node, 50 between nodes"
+    assert plans[1].timed().sync == far.seconds == far.moving + 0.05 + 3 * 0.018
+
+
+def test_a_32b_on_64_gpus_gets_its_weights_as_its_ports_allow():
+    """By hand: 65.5e9 bytes, 35e9 a second between nodes; what a worker of eight holds, or the ranks of a copy give."""
+    words = ("--actor.num_nodes", "8", "--actor.num_gpus_per_node", "8", "--megatron.tensor_parallel_size", "4",
+             "--megatron.pipeline_parallel_size", "4", "--vllm.num_engines", "8", "--vllm.tensor_parallel_size", "8",
+             "--rollout.batch_size", "64")  # fmt: skip
+    plan = planner("Qwen/Qwen2.5-32B", True, *words)
+    ways, size = plan.syncs(plan.as_configured()), 2 * plan.parameters
+    assert ways[WHOLE].moving == pytest.approx(size / 35e9)
+    # a copy takes two nodes: half of a worker's eighth comes from the other one; each of four copies gives two engines
+    given = plan.as_configured().policy.fullest.parameters * 2 * 8 / 4 / 2
+    assert ways[SLICES].moving == pytest.approx(max(size / 8 / 2, given) / 35e9) and ways[SLICES].seconds < 0.5
+    apart = ("--actor.num_nodes", "4", *words[2:8], "--vllm.num_engines", "8", "--vllm.tensor_parallel_size", "4")
+    plan = planner("Qwen/Qwen2.5-32B", False, *apart)
+    slices = plan.syncs(plan.as_configured())[SLICES]
+    given = plan.as_configured().policy.fullest.parameters * 2 * 8 / 2
+    assert slices.moving == pytest.approx(max(size / 4, given) / 35e9) and slices.seconds < 1
+    assert slices.binds == "what the fullest rank sends"
+
+
+def test_the_copies_that_find_changes_are_in_host_memory():
+    changes = ("--vllm.sync_backend", "gloo", "--weight_sync.delta_enable")
+    plain, delta = (planner("Qwen/Qwen2.5-7B", False, *words) for words in ((), changes))
+    more = dict(delta.as_configured().host.items() - plain.as_configured().host.items())
+    assert sum(more.values()) == 2 * plain.parameters * (1 + 8), "rank 0, and eight workers of a node"
+    assert delta.timed().sync > plain.timed().sync
+
+
+def test_the_stage_with_the_head_gets_fewer_layers_where_that_is_faster():
+    assert balanced_ends(28, 4, 1, head=1.8) == (6, 6), "6 + 8 + 8 + 6"
+    assert balanced_ends(28, 2, 1, head=1.8) == (None, 13)
+    assert balanced_ends(64, 4, 1, head=0.9) is None, "16.9 even, and 17 with one layer fewer on the last"
+    assert balanced_ends(48, 4, 4, head=9) == (12, 4), "12 + 16 + 16 + 4 in chunks of 3, 4, 4 and 1"
+
+
+def test_a_small_model_with_a_large_head_is_cut_unevenly():
+    """0.5B, whose head takes as long as several layers: plan's cut is faster than the even one of the same degrees."""
+    words = ("--train.max_tokens_per_gpu", "65536", "--train.dynamic_batch_enable", "--rollout.max_new_tokens", "1024")
+    plan = planner("Qwen/Qwen2.5-0.5B", False, *words)
+    steps = {tuple(one.policy.layers): one.seconds.train for one in plan.candidates(8) if two_stages(one)}
+    even, uneven = steps.pop((12, 12)), steps.popitem()
+    assert sum(uneven[0]) == 24 and uneven[0][0] > uneven[0][1] and uneven[1] < 0.9 * even
+
+
+def two_stages(candidate: Candidate) -> bool:
+    layout, megatron = candidate.policy.training.layout, candidate.policy.training.megatron
+    degrees = (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.virtual_pipeline_size)
+    return degrees == (1, 2, 1) and layout.world_size == 4 and megatron.recompute == "none"
 
 
 def test_a_micro_batch_costs_its_launches_however_small_it_is():
