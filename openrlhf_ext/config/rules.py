@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrlhf_ext.config import precision
-from openrlhf_ext.config.estimator import flag_options
+from openrlhf_ext.config.estimator import flag_options, initial_entropy_prompts, old_logprobs
 from openrlhf_ext.config.file_rules import file_violations
 from openrlhf_ext.config.files import dataset_refs, has_weights, inputs_of, is_hub_name, is_url, model_folder
 from openrlhf_ext.config.model_rules import local_shape, model_violations, scaled_models
@@ -487,6 +487,18 @@ def unused_modes(config: RunConfig) -> Iterator[str]:
             yield no_effect(name, value_of(config, name), reason, "set train.dynamic_batch_enable, or leave it out")
 
 
+def unused_passes(config: RunConfig) -> Iterator[str]:
+    """Where nobody computes log-probs, values or scores before the update, micro-batches without gradients are none."""
+    name, reason = "rollout.micro_batch_size", "there is no forward pass before the update (algo.old_logprobs)"
+    if config.train.dynamic_batch_enable or config.sources.get(name, "").startswith("default"):
+        return  # another rule says so; nobody gave it
+    found = [*_idle(config, name, reason)]
+    others = config.has_reference or config.has_guide or config.has_critic or config.has_reward_model
+    # asked last, it may import an estimator
+    if found and not others and old_logprobs(config)[0] != "policy" and not initial_entropy_prompts(config):
+        yield from found
+
+
 def unused_models(config: RunConfig) -> Iterator[str]:
     if not config.has_reference:
         for name in ("ref.num_nodes", "ref.num_gpus_per_node", "ref.offload", "train.colocate_actor_ref"):
@@ -530,7 +542,7 @@ def token_budgets(config: RunConfig) -> Iterator[str]:
 
 
 WARNINGS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    hub_names, memory_and_timing, precision.determinism, restarts, unused_modes, unused_models,
+    hub_names, memory_and_timing, precision.determinism, restarts, unused_modes, unused_passes, unused_models,
     unused_reward_model, unused_graders, token_budgets,
 )  # fmt: skip
 

@@ -42,6 +42,18 @@ def test_the_ranks_are_whole_copies_of_the_policy(nodes, per_node, tp, pp, cp):
     assert bool(list(rules.critic_layout(config))) == bool(found)
 
 
+def test_micro_batches_of_log_probs_are_idle_where_nobody_computes_any(load):
+    size = ("--rollout.micro_batch_size", "7")
+    (warning,) = load(*size).warnings
+    assert warning == (
+        "rollout.micro_batch_size has no effect: got 7, and there is no forward pass before the update "
+        "(algo.old_logprobs); leave it out"
+    )
+    loss = ("--algo.kl.init_coef", "0.1", "--algo.kl.use_loss", "--algo.kl.estimator", "k2")
+    for scored in (("--algo.old_logprobs", "policy"), loss, ("--train.max_epochs", "2")):
+        assert load(*size, *scored).warnings == ()
+
+
 def test_interleaving_needs_pipeline_stages(problems):
     assert any("needs megatron.pipeline_parallel_size > 1: got 2 and 1" in message for message in
                problems("--megatron.virtual_pipeline_size", "2"))  # fmt: skip
@@ -267,8 +279,8 @@ def test_warnings(load):
          ("--actor.lr_scheduler", "cosine_with_min_lr")),
         (("--train.micro_batch_size", "2", "--train.dynamic_batch_enable"), "train.dynamic_batch_enable is on",
          ("--train.dynamic_batch_enable", "false")),
-        (("--rollout.micro_batch_size", "2", "--train.dynamic_batch_enable"), "train.dynamic_batch_enable is on",
-         ("--train.dynamic_batch_enable", "false")),
+        (("--rollout.micro_batch_size", "2", "--train.dynamic_batch_enable", "--algo.old_logprobs", "policy"),
+         "train.dynamic_batch_enable is on", ("--train.dynamic_batch_enable", "false")),
         (("--eval.temperature", "1"), "eval.dataset is not set", ("--eval.dataset", "train.jsonl")),
         (("--eval.top_p", "0.7"), "eval.dataset is not set", ("--eval.dataset", "train.jsonl")),
         (("--eval.steps", "5"), "eval.dataset is not set", ("--eval.dataset", "train.jsonl")),
