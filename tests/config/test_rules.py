@@ -470,6 +470,16 @@ def test_the_critic_has_the_policys_layout_where_it_has_none_of_its_own(load):
     assert load().critic_ranks == 0
 
 
+def test_models_with_a_value_head_have_even_stages(load, problems):
+    """The policy's last stage has fewer layers for its head; a value head weighs nothing."""
+    uneven = ("--megatron.pipeline_parallel_size", "2", "--megatron.decoder_last_pipeline_num_layers", "1")
+    reward = ("--reward.model_name_or_path", "model", "--reward.num_gpus_per_node", "2", "--reward.remote_url", "null")
+    config = load(*GAE, *uneven, *reward)
+    assert config.layout.stage_layers(4) == [3, 1] == config.layout_on(2).stage_layers(4)
+    assert config.critic_layout.stage_layers(4) == config.reward_layout.stage_layers(4) == [2, 2]
+    assert "needs megatron.pipeline_parallel_size > 1: got 1 and 1; leave it out" in problems(*uneven[2:])[0]
+
+
 def test_the_critics_ranks_are_whole_copies_of_it(problems):
     (message,) = problems(*GAE[:2], "--critic.num_gpus_per_node", "3", "--critic.megatron.tensor_parallel_size", "2")
     assert "got 3 ranks, 2 * 1 * 1 = 2" in message and "critic.num_gpus_per_node" in message
