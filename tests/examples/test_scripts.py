@@ -79,7 +79,8 @@ def test_the_real_model_trains_what_it_says(run_script, tmp_path, monkeypatch) -
     options[model] = str(out / "warm_start")
     make_chat_policy(tmp_path)
     config = load_config(options)
-    assert config.warnings == ()
+    (idle,) = config.warnings  # the file's own method has a pass for entropies before the update, dapo has none
+    assert idle.startswith("rollout.micro_batch_size has no effect: got 32")
     assert (config.train.max_minutes, config.algo.advantage.estimator) == (7, "dapo"), "the user's words count"
     assert (config.world_size, config.megatron.param_dtype, config.data.apply_chat_template) == (2, "bf16", True)
     gains = [call[call.index("--min_gain") + 1] for call in calls if "--min_gain" in call]
