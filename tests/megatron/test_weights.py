@@ -176,7 +176,7 @@ def test_every_entry_is_given_by_one_rank_of_the_first_replica(models, degrees):
     for path in models.values():
         shape, ranks = read_model_shape(path), ParallelLayout(8, **degrees)
         ownership = Ownership(shape, ranks)
-        assert ownership.ranks == ranks.ranks(context=0, replica=0)
+        assert ownership.streams == (ranks.ranks(context=0, replica=0),)
         assert [(name, tensor.shape) for name, tensor in ownership.tensors.items()] == [
             (tensor.name, tensor.shape) for tensor in hf_tensors(shape)
         ]

@@ -44,7 +44,7 @@ class Rig:
         self.model = tiny.random_model(seed=0, tied=tied)
         # Buckets smaller than a layer: vLLM must be able to keep the first tensors of a layer until it has the rest.
         plan = plan_of(dict(self.tensors()), 20_000)
-        staging = find_transport("gloo").staging(plan, [0], PATIENCE_S)
+        staging = find_transport("gloo").staging(plan, [[0]], PATIENCE_S)
         self.sender = WeightSender("gloo", plan, staging, [engine], 1, PATIENCE_S)
         self.sender.connect()
         self.version = 0

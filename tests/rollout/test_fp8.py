@@ -48,7 +48,7 @@ class Rig:
         self.engine, self.workers, self.bf16_layers, self.dtype = engine, workers, bf16_layers, dtype
         self.seed = self.version = 0
         plan = plan_of(self.weights(), 200_000)
-        staging = find_transport("gloo").staging(plan, [0], PATIENCE_S)
+        staging = find_transport("gloo").staging(plan, [[0]], PATIENCE_S)
         self.sender = WeightSender("gloo", plan, staging, [engine], workers, PATIENCE_S)
         self.sender.connect()
 

@@ -38,7 +38,7 @@ class Rig:
 
     def connect(self, delta: bool = False) -> None:
         plan = plan_of(self.weights, 30_000)
-        staging = find_transport("gloo").staging(plan, [0], PATIENCE_S)
+        staging = find_transport("gloo").staging(plan, [[0]], PATIENCE_S)
         self.sender = WeightSender("gloo", plan, staging, [self.engine], 2, PATIENCE_S, delta)
         self.sender.connect()
 

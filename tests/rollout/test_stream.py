@@ -50,7 +50,7 @@ def transfer(plan: BucketPlan, fill: Fill, version: int = 1, group: QueueGroup |
 
 
 def receive(group: QueueGroup, plan: BucketPlan, version: int) -> list[tuple[str, Tensor]]:
-    return list(WeightReceiver(group, plan).receive(version))
+    return list(WeightReceiver([group], plan).receive(version))
 
 
 def model(*names: str) -> dict[str, Tensor]:
@@ -145,15 +145,15 @@ def test_after_a_failure_the_other_ranks_are_let_go() -> None:
         noted.lead()
     assert noted.calls[3:] == ["fill 1", "sent 0", "complete 1", "skip 2", "complete 2"]
     noted = Noted()
-    let_others_end(noted.plan, noted, noted.fill)
+    let_others_end(noted.plan.buckets, noted, noted.fill)
     assert noted.calls == ["skip 0", "complete 0", "skip 1", "complete 1", "skip 2", "complete 2"]
 
 
 def test_ranks_that_do_not_send_go_on_to_the_end() -> None:
     noted = Noted()
-    follow_stream(noted.plan, noted, noted.fill)
+    follow_stream(noted.plan.buckets, noted, noted.fill)
     assert noted.calls == ["skip 0", "complete 0", "skip 1", "complete 1", "skip 2", "complete 2"]
     noted = Noted(fail_at="fill 1", shared=True)
     with pytest.raises(ZeroDivisionError):
-        follow_stream(noted.plan, noted, noted.fill)
+        follow_stream(noted.plan.buckets, noted, noted.fill)
     assert noted.calls == ["fill 0", "complete 0", "fill 1", "complete 1", "complete 2"]

@@ -114,7 +114,7 @@ def ready(*engines: Any) -> list[Any]:
 
 def sender_to(engines: list[Any], transport: str, timeout_s: float = PATIENCE_S, workers: int = 1) -> WeightSender:
     """A sender of `plan` from one process, connected to engines of so many workers."""
-    staging = find_transport(transport).staging(plan(), [0], PATIENCE_S)
+    staging = find_transport(transport).staging(plan(), [[0]], PATIENCE_S)
     sender = WeightSender(transport, plan(), staging, engines, workers, timeout_s)
     sender.connect()
     return sender
