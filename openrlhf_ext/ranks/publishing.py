@@ -133,7 +133,8 @@ class WeightPublisher:
                 self._baseline = found
             return found
 
-        return self._together(compare)[0] if dist.get_rank() == 0 else 0.0
+        found = self._together(compare)[0]
+        return found if dist.get_rank() == 0 else 0.0
 
     # ---- one update -------------------------------------------------------------------------------------------------
 

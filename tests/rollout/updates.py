@@ -76,7 +76,8 @@ class FakeEngine:
     def connect_weight_sync(self, plan: BucketPlan, link: Link) -> None:
         if self.behavior == "cannot connect":
             raise OSError("no route to the policy")
-        plan, link = BucketPlan.from_wire(plan.to_wire()), Link(**vars(link))
+        self.plan = plan = BucketPlan.from_wire(plan.to_wire())
+        link = Link(**vars(link))
         self.receivers = self.of_workers(lambda worker: WeightReceiver.connect(plan, link, worker))
 
     def of_workers(self, function: Callable[[int], T]) -> list[T]:
@@ -89,17 +90,23 @@ class FakeEngine:
         if self.behavior == "die":
             next(self.receivers[0].receive(version, sizes))
             os._exit(3)
-        if self.behavior == "fail":
-            next(self.receivers[0].receive(version, sizes))
-            for receiver in self.receivers:
+        receivers = self.receivers
+        try:
+            if self.behavior == "fail":
+                next(receivers[0].receive(version, sizes))
+                raise RuntimeError("layer0.weight does not fit into this model")
+            self.received = self.of_workers(lambda worker: dict(receivers[worker].receive(version, sizes)))
+        except Exception:
+            for receiver in receivers:
                 receiver.close()
-            raise RuntimeError("layer0.weight does not fit into this model")
-        self.received = self.of_workers(lambda worker: dict(self.receivers[worker].receive(version, sizes)))
+            raise
         return self.receipt()
 
     def receipt(self) -> Receipt:
         """Of workers that hold everything as it arrived."""
-        held = [[(words(tensor, tensor.shape, 1), tensor.numel()) for tensor in own.values()] for own in self.received]
+        names = [name for name, _, _ in self.plan.tensors]
+        tensors = [[own[name] for name in names] for own in self.received]
+        held = [[(words(each, each.shape, self.workers), each.numel()) for each in own] for own in tensors]
         return together([0.25], [[(int(bit_sum(words_N)), entries, False) for words_N, entries in own] for own in held])
 
     def holds(self, version: int) -> bool:
