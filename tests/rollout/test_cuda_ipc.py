@@ -41,6 +41,7 @@ def test_every_engine_gets_every_version_also_after_an_update_that_was_void(engi
         assert all_hold(engines, version)
     with pytest.raises(KeyError, match="norm"):
         sender.send(without("norm", 3), 3)
+    sender.connect()
     sender.send(fill_with(state(4)), 4)
     assert all_hold(engines, 4)
     sender.close()

@@ -211,6 +211,7 @@ def test_engines_are_untouched_by_an_export_that_fails(ray_session: None) -> Non
     with pytest.raises(KeyError, match="layer3"):
         sender.send(fill_with({n: t for n, t in weights(2).items() if n != "layer3"}), 2)
     assert hold(engines, 1) == [True]
+    sender.connect()
     assert sender.send(filled(3), 3).nbytes == whole and hold(engines, 3) == [True]
     sender.close()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import Link
 from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan, Receipt, bit_sum, together, words
-from openrlhf_ext.rollout.sync.sender import WeightSender
+from openrlhf_ext.rollout.sync.sender import SendReport, WeightSender
 from openrlhf_ext.rollout.sync.stream import Fill, WeightReceiver
 from tests.patience import PATIENCE_S
 
@@ -125,6 +125,35 @@ def sender_to(engines: list[Any], transport: str, timeout_s: float = PATIENCE_S,
     sender = WeightSender(transport, plan(), staging, engines, workers, timeout_s)
     sender.connect()
     return sender
+
+
+def two_senders(
+    tensors: Mapping[str, Tensor], bucket_bytes: int, engines: list[Any], workers: int = 1, delta: bool = False
+) -> list[WeightSender]:
+    """Connected, as on two policy ranks: tensors of even and of odd places."""
+    specs = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    plan = BucketPlan.build(specs, bucket_bytes, [place % 2 for place in range(len(specs))])
+    staging = [find_transport("gloo").staging(plan, [[0]], PATIENCE_S) for _ in range(2)]
+    senders = [
+        WeightSender("gloo", plan, own, engines, workers, PATIENCE_S, delta, number)
+        for number, own in enumerate(staging)
+    ]
+    link = senders[0].meet()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda sender: sender.join(link), senders))
+    return senders
+
+
+def send_together(senders: list[WeightSender], fill: Fill, version: int) -> SendReport:
+    """An update, as `WeightPublisher` has the ranks send it."""
+    sizes = [sum(each) for each in zip(*(sender.prepare(fill, version) for sender in senders), strict=True)]
+    senders[0].begin(version, sizes)
+    with ThreadPoolExecutor() as pool:
+        sums = list(pool.map(lambda sender: sender.stream(fill, version), senders))
+    report = senders[0].finish(version, [sum(each) for each in zip(*sums, strict=True)])
+    for sender in senders:
+        sender.keep(version)
+    return report
 
 
 def all_hold(engines: list[Any], version: int) -> bool:
