@@ -264,14 +264,12 @@ class Sink:
         self.buffer = torch.ones(plan.largest_frame - HEADER_BYTES, dtype=torch.uint8)
 
     def receive_weights(self, version: int, sizes: Sequence[int] = ()) -> Receipt:
-        held = []
-        for _name, tensor in self.receiver.receive(version, sizes):
-            if not self.proves:
-                held.append((0, 0, False))
-                continue
-            words_N = words(tensor, tensor.shape, 1)
-            held.append((int(bit_sum(words_N)), tensor.numel(), False))
-        return together([0.0], [held])
+        held = {}
+        for name, tensor in self.receiver.receive(version, sizes):
+            held[name] = (0, 0, False)
+            if self.proves:
+                held[name] = (int(bit_sum(words(tensor, tensor.shape, 1))), tensor.numel(), False)
+        return together([0.0], [[held[name] for name, _, _ in self.plan.tensors]])
 
     def receive_raw(self) -> None:
         for bucket in self.plan.buckets:

@@ -95,8 +95,9 @@ class BucketPlan:
     @classmethod
     def build(cls, tensors: Iterable[Spec], bucket_bytes: int, streams: Sequence[int] | None = None) -> BucketPlan:
         """Pack the tensors, in their order, into buckets of at most `bucket_bytes`, which the streams share: an engine
-        worker receives from all of them at a time, and takes their buckets in turns. The first three of a stream are
-        smaller, an eighth, a quarter and half of that: nothing is sent before the first is filled."""
+        worker receives from all of them at a time, and takes their buckets in turns. Only a tensor that is larger than
+        such a share, by itself in its bucket, takes up to all: in pieces the worker would have to copy it. The first
+        three of a stream are smaller, an eighth, a quarter and half: nothing is sent before the first is filled."""
         tensors = tuple(tensors)
         streams = (0,) * len(tensors) if streams is None else tuple(streams)
         _check(tensors, bucket_bytes)
@@ -105,7 +106,7 @@ class BucketPlan:
         packed = []
         for stream in numbers:
             own = [spec for spec, number in zip(tensors, streams, strict=True) if number == stream]
-            packed += [(turn, stream, pieces) for turn, pieces in enumerate(_split(own, size))]
+            packed += [(turn, stream, pieces) for turn, pieces in enumerate(_split(own, bucket_bytes, size))]
         packed.sort(key=lambda group: group[:2])
         buckets = tuple(_bucket(index, *group) for index, group in enumerate(packed))
         return cls(tensors, buckets, bucket_bytes, streams)
@@ -187,11 +188,11 @@ def _pieces(spec: Spec, bucket_bytes: int) -> Iterator[_Piece]:
         yield _Piece(spec, start, min(start + at_once, rows))
 
 
-def _split(tensors: Sequence[Spec], bucket_bytes: int) -> Iterator[list[_Piece]]:
+def _split(tensors: Sequence[Spec], bucket_bytes: int, share: int) -> Iterator[list[_Piece]]:
     group: list[_Piece] = []
     used = index = 0
     for piece in (piece for spec in tensors for piece in _pieces(spec, bucket_bytes)):
-        if group and used + piece.aligned_bytes > bucket_bytes >> max(0, _SMALLER_BUCKETS - index):
+        if group and used + piece.aligned_bytes > share >> max(0, _SMALLER_BUCKETS - index):
             yield group
             group, used, index = [], 0, index + 1
         group.append(piece)
