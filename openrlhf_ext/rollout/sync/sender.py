@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -340,8 +339,10 @@ class WeightSender:
             self.close()
             self._calls.explain(error)
         if self._calls is not None and not isinstance(error, EnginesAtFault | WeightSyncMismatch):
-            with contextlib.suppress(EnginesAtFault):
+            try:
                 self._calls.settle()
+            except EnginesAtFault as other:
+                logger.error("while giving up a weight update: %s", other)
         raise error
 
     def _tell_once(self, receipts: Sequence[Receipt]) -> None:
