@@ -174,6 +174,7 @@ class WeightSender:
         self._sent = Sent(self._buckets) if delta and sends else None
         self._sums: list[int] = []
         self._calls: EngineCalls | None = None
+        self._has_left: Callable[[], None] | None = None
         self.connected = False
         self.end: SendingEnd | None = None
 
@@ -203,11 +204,11 @@ class WeightSender:
         own = replace(link, stream=self._stream or 0)
         if self._calls is None:
             self._store = reach_store(link)
-        self._has_left = sender_watch(self._store)
+        self._has_left = has_left = sender_watch(self._store)
         try:
             self.end = while_watching(
                 lambda: self._transport.open_sender(self._store, own, self._staging),
-                self._has_left if self._calls is None else self._calls.check, self._timeout_s,
+                has_left if self._calls is None else self._calls.check, self._timeout_s,
                 lambda: f"joining the weight-sync group at {link.address}:{link.port} took longer than "
                 f"{self._timeout_s:g} s",
             )  # fmt: skip
@@ -235,7 +236,8 @@ class WeightSender:
         def watch() -> None:
             if self._calls is not None:
                 self._calls.watch()
-            self._has_left()
+            if self._has_left is not None:
+                self._has_left()
             if time.monotonic() - start > self._timeout_s:
                 raise WeightTransferFailed(f"{what} took longer than {self._timeout_s:g} s")
 
@@ -355,7 +357,7 @@ class WeightSender:
             self._told = True
 
     def close(self) -> None:
-        self.connected = False
+        self.connected, self._has_left = False, None  # a connection: it would hold up those to the next store
         if self.end is not None:
             self.end.close()
             self.end = None
