@@ -57,6 +57,8 @@ class Rig:
         self.model = tiny.random_model(seed, self.tied)
         self.version += 1
         tensors: Iterable[tuple[str, Tensor]] = self.tensors()
+        if not self.sender.connected:  # after an update that failed
+            self.sender.connect()
         return self.sender.send(fill_with(dict(tensors if change is None else change(tensors))), self.version)
 
     def check(self) -> float:
