@@ -60,6 +60,8 @@ class Rig:
 
     def send(self, seed: int) -> None:
         self.seed, self.version = seed, self.version + 1
+        if not self.sender.connected:  # after an update that failed
+            self.sender.connect()
         self.sender.send(fill_with(self.weights()), self.version)
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
