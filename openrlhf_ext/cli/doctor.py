@@ -50,6 +50,7 @@ OLDEST_DRIVER = {13: 580, 12: 525}
 _COMMAND_S = 30.0
 _IMPORT_S = 300.0  # of TransformerEngine, from shared storage that has not read it before
 _TOOLKIT = "/usr/local/cuda"
+_RAY_OF_RDT = (2, 56)
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class GpuHost:
         transformer_engine: versions of its distributions that are installed, by name.
         engine_error: why TransformerEngine cannot be imported; None: it can, or it is not installed.
         ptrace_scope: Yama's, see `rollout.sync.cuda_ipc`.
+        sharded_rdt: what vLLM's sharded weight transfer lacks, which is not used here (docs/weight_sync.md).
     """
 
     cuda: str
@@ -76,6 +78,7 @@ class GpuHost:
     transformer_engine: Mapping[str, str]
     engine_error: str | None = None
     ptrace_scope: int = 0
+    sharded_rdt: str = ""
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -85,6 +88,7 @@ class GpuHost:
             ("cuDNN", f"{'.'.join(map(str, self.cudnn))} ({', '.join(self.cudnn_libraries) or 'not found as a file'})"),
             ("gcc", self.compiler or "absent"), ("Python.h", self.python_header or "absent"),
             ("TransformerEngine", engine or "absent"), ("ptrace_scope", str(self.ptrace_scope)),
+            ("sharded_rdt of vLLM", f"not used; {self.sharded_rdt}"),
         ]  # fmt: skip
 
     def problems(self) -> Iterator[str]:
@@ -148,7 +152,16 @@ def examine_gpu_host() -> GpuHost:
         cudnn_libraries=tuple(sorted(_cudnn_libraries())), compiler=shutil.which("gcc"),
         python_header=str(header) if header.is_file() else None, transformer_engine=engine,
         engine_error=_engine_error() if engine else None, ptrace_scope=ptrace_scope(),
+        sharded_rdt=_sharded_rdt(installed_version("ray"), installed_version("nixl")),
     )  # fmt: skip
+
+
+def _sharded_rdt(ray: str | None, nixl: str | None) -> str:
+    """By the installed versions; vllm 0.29.0 distributed/weight_transfer/sharded_rdt_common.py:50."""
+    version = tuple(int(part) for part in re.findall(r"\d+", ray or "")[:2])
+    lacking = [] if version >= _RAY_OF_RDT else [f"it needs ray {'.'.join(map(str, _RAY_OF_RDT))}, got {ray}"]
+    lacking += [] if nixl else ["it needs nixl, which is absent"]
+    return "; ".join(lacking) or "its packages are there"
 
 
 def _driver() -> str | None:

@@ -156,8 +156,10 @@ class BuiltModel:
 
     # ---- weights out ------------------------------------------------------------------------------------------------
 
-    def exporter(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> HFExporter:
-        return HFExporter(self.chunks, self.shape, Ownership(self.shape, self.settings.layout), value)
+    def exporter(
+        self, value: Callable[[torch.nn.Parameter], Tensor] | None = None, most_streams: int = 1
+    ) -> HFExporter:
+        return HFExporter(self.chunks, self.shape, Ownership(self.shape, self.settings.layout, most_streams), value)
 
     def export(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Whole HF tensors on global rank 0; all ranks must exhaust the iterator."""

@@ -435,9 +435,9 @@ _numbers = itertools.count()
 class Counter:
     """A number that all ranks of the default process group see. Each of them has to make as many of these."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
         self._store = dist.distributed_c10d._get_default_store()
-        self._key = f"openrlhf_ext/counter/{next(_numbers)}"
+        self._key = f"openrlhf_ext/counter/{next(_numbers)}/{name}"
 
     def add_one(self) -> None:
         self._store.add(self._key, 1)
@@ -451,14 +451,14 @@ class Counter:
 
 
 class Gate:
-    """Rank 0 says when it goes on, so that no rank waits for it in a collective."""
+    """One rank says when it goes on, so that no other waits for it in a collective."""
 
-    def __init__(self) -> None:
-        self._opened, self._count = Counter(), 0
+    def __init__(self, leader: int = 0) -> None:
+        self._opened, self._count, self._leader = Counter(str(leader)), 0, leader
 
     def next(self) -> None:
         self._count += 1
-        if dist.get_rank() == 0:
+        if dist.get_rank() == self._leader:
             self._opened.add_one()
         else:
             self._opened.wait_for(self._count)

@@ -1,15 +1,16 @@
-"""One policy rank's part in handing the weights to the rollout engines; rank 0 holds the connection to them.
+"""One policy rank's part in handing the weights to the rollout engines; rank 0 calls these.
 
-Either all ranks of the replica see the transport's staging buffers, and every rank copies its own part of a bucket
-to its place; or every rank sends its part to rank 0 as one message. The next bucket is put together while the one
-before is under way to the engines.
+The tensors leave in streams, each from the first of the ranks that hold it (`Ownership.streams`). Either these all see
+the sender's staging buffers, and every rank copies its own part of a bucket to its place; or every rank sends its part
+to that one as one message. The next bucket is put together while the one before is under way to the engines.
 """
 
 from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,9 @@ from openrlhf_ext.megatron.watchdog import Gate, wait_for_all
 from openrlhf_ext.options.sections import WeightSync
 from openrlhf_ext.rollout.probe import check_sync, limit_of_probe
 from openrlhf_ext.rollout.sync import find_transport
-from openrlhf_ext.rollout.sync.base import EnginesAtFault, WeightSyncError
+from openrlhf_ext.rollout.sync.base import EnginesAtFault, WeightSyncError, WeightTransferFailed
 from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan, WeightSyncMismatch
 from openrlhf_ext.rollout.sync.sender import EngineCalls, SendReport, WeightSender
-from openrlhf_ext.rollout.sync.stream import follow_stream
 
 if TYPE_CHECKING:
     from openrlhf_ext.megatron.policy import MegatronPolicy
@@ -53,31 +53,33 @@ class WeightPublisher:
         from openrlhf_ext.megatron.model.hf_weights import Part  # Megatron: see ranks/actor.py
 
         self._policy, self._settings = policy, settings
-        self._exporter = policy.exporter()
+        transport = find_transport(settings.transport)
+        self._exporter = policy.exporter(most_streams=transport.most_streams)
         specs = [(tensor.name, tensor.shape, tensor.dtype) for tensor in self._exporter.metadata()]
-        self.plan = BucketPlan.build(specs, settings.options.bucket_mib << 20)
+        streams = self._exporter.streams_of_tensors()
+        self.plan = BucketPlan.build(specs, settings.options.bucket_mib << 20, streams)
         self._parts = {
             bucket.index: [Part(slot.name, slot.start, slot.stop) for slot in bucket.slots]
             for bucket in self.plan.buckets
         }
-        exporting = _ranks_with(self._exporter.takes_part)
-        transport = find_transport(settings.transport)
-        self._staging = transport.staging(self.plan, exporting, policy.settings.megatron.collective_timeout_s)
-        self._gate = Gate()
+        patience_s = policy.settings.megatron.collective_timeout_s
+        self._staging = transport.staging(self.plan, self._exporter.streams, patience_s)
+        self._gate = Gate(self._exporter.root)
         self._engines = list(engines)
         self._sender = self._make_sender(self._engines, settings.options.delta_enable)
         self._last_sums: list[int] | None = None
         self._baseline: float | None = None
 
     def connect(self) -> None:
-        self._together(self._sender.connect)
+        self._connect(self._sender)
 
     def publish(self, version: int, trained: bool) -> SendReport | None:
         """Replace the weights of all engines; the report on rank 0, None elsewhere. They were ``trained`` if since the
         last update there were steps long enough to move some parameter. Raises WeightSyncMismatch: an engine does
         not hold what was sent, or not a bit has changed although it should; EnginesAtFault; WeightSyncError: engines
         refuse to generate until an update arrives."""
-        self._together(lambda: None if self._sender.connected else self._sender.connect())
+        if not self._sender.connected:
+            self._connect(self._sender)
         return self._send(self._sender, version, lambda report: self._require_change(report, version, trained))
 
     def replace_engines(self, engines: Sequence[Any]) -> None:
@@ -90,7 +92,7 @@ class WeightPublisher:
         """Give the present weights to these engines, and prove it; EnginesAtFault has positions among all engines."""
         sender = self._make_sender([self._engines[i] for i in fresh])
         try:
-            self._together(sender.connect)
+            self._connect(sender)
             self._send(sender, version)
             self.prove(version, fresh)
         except EnginesAtFault as error:
@@ -131,7 +133,8 @@ class WeightPublisher:
                 self._baseline = found
             return found
 
-        return self._together(compare) or 0.0
+        found = self._together(compare)[0]
+        return found if dist.get_rank() == 0 else 0.0
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
@@ -139,20 +142,39 @@ class WeightPublisher:
         settings = self._settings
         return WeightSender(
             settings.transport, self.plan, self._staging, engines, settings.workers,
-            settings.options.timeout_s, delta,
+            settings.options.timeout_s, delta, self._exporter.stream, dist.get_rank() == self._exporter.root,
         )  # fmt: skip
+
+    def _connect(self, sender: WeightSender) -> None:
+        with _closed_on_failure(sender):
+            link = self._together(sender.meet)[0]
+            self._together(lambda: sender.join(link), everywhere=True)
 
     def _send(
         self, sender: WeightSender, version: int, check: Callable[[SendReport], None] = lambda _: None
     ) -> SendReport | None:
-        def send() -> SendReport:
-            report = sender.send(self._fill, version)
-            check(report)
-            return report
+        with _closed_on_failure(sender):
+            sizes: list[int] = []
+            if sender.delta:
+                sizes = _added(self._together(lambda: sender.prepare(self._fill, version), everywhere=True))
 
-        if dist.get_rank() == 0:
-            return self._together(send)
-        return self._together(lambda: follow_stream(self.plan, self._staging, self._fill), everywhere=True)
+            def stream() -> list[int]:
+                if dist.get_rank() == 0:
+                    sender.begin(version, sizes)
+                return sender.stream(self._fill, version)
+
+            sums, errors = self._outcomes(stream, everywhere=True)
+
+            def finish() -> SendReport:
+                if (failure := _decisive(errors)) is not None:
+                    sender.explain(failure)
+                report = sender.finish(version, _added(sums))
+                check(report)
+                return report
+
+            report = self._together(finish)[0]
+        sender.keep(version)
+        return report if dist.get_rank() == 0 else None
 
     def _require_change(self, report: SendReport, version: int, trained: bool) -> None:
         if trained and report.sums == self._last_sums:
@@ -166,17 +188,23 @@ class WeightPublisher:
     def _fill(self, bucket: Bucket, content: Tensor | None) -> None:
         parts = self._parts[bucket.index]
         targets = None if content is None else [slot.view(content) for slot in bucket.slots]
-        if not self._exporter.takes_part:
-            return
         if not self._staging.shared:
-            self._gate.next()  # nobody sends before rank 0 receives
+            self._gate.next()  # nobody sends before the stream's sender receives
             self._exporter.gather(parts, targets)
         elif targets is not None:
             self._exporter.write(parts, targets)
 
-    def _together(self, function: Callable[[], Any], everywhere: bool = False) -> Any:
-        """Run on rank 0, or on this rank too; if it fails on any rank, every rank raises. Ranks that have nothing to do
-        do not wait in a collective: on a GPU that would take computing time from an engine that shares it."""
+    def _together(self, function: Callable[[], Any], everywhere: bool = False) -> list[Any]:
+        """What the function returns on every rank; None where it does not run. If it fails on any rank, every rank
+        raises."""
+        results, errors = self._outcomes(function, everywhere)
+        if (failure := _decisive(errors)) is not None:
+            raise failure
+        return results
+
+    def _outcomes(self, function: Callable[[], Any], everywhere: bool) -> tuple[list[Any], list[Exception | None]]:
+        """Run on rank 0, or on all: every rank's result and error. Ranks that have nothing to do do not wait in a
+        collective: on a GPU that would take computing time from an engine that shares it."""
         result, error = None, None
         if everywhere or dist.get_rank() == 0:
             try:
@@ -184,13 +212,31 @@ class WeightPublisher:
             except Exception as caught:
                 error = caught
         wait_for_all()
-        errors: list = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, _portable(error))
-        if error is not None:
-            raise error
-        if found := [e for e in errors if e is not None]:
-            raise found[0]
-        return result
+        found: list = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (result, _portable(error)))
+        errors = [each[1] for each in found]
+        errors[dist.get_rank()] = error
+        return [each[0] for each in found], errors
+
+
+@contextmanager
+def _closed_on_failure(sender: WeightSender) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        sender.close()
+        raise
+
+
+def _added(rows: Sequence[Sequence[int]]) -> list[int]:
+    """Of numbers of which one rank has each, and the others 0."""
+    return [sum(column) for column in zip(*rows, strict=True)]
+
+
+def _decisive(errors: Sequence[Exception | None]) -> Exception | None:
+    """The first error that is not what others see of it."""
+    found = [error for error in errors if error is not None]
+    return next((error for error in found if not isinstance(error, WeightTransferFailed)), next(iter(found), None))
 
 
 def _portable(error: Exception | None) -> Exception | None:
@@ -199,10 +245,3 @@ def _portable(error: Exception | None) -> Exception | None:
     except Exception:  # the type cannot be pickled: its text can
         return WeightSyncError(f"{type(error).__name__}: {error}")
     return error
-
-
-def _ranks_with(condition: bool) -> list[int]:
-    """The ranks on which the condition holds; a collective."""
-    everyone: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(everyone, condition)
-    return [rank for rank, holds in enumerate(everyone) if holds]

@@ -39,7 +39,7 @@ from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 from openrlhf_ext.fp8.quantize import BLOCK, E4M3, Grid, Quantized, quantize
 from openrlhf_ext.patches.vllm_tied_head import repack_tied_heads
 from openrlhf_ext.rollout.response import NotFP8
-from openrlhf_ext.rollout.sync.base import Link, WeightStreamAborted, WeightSyncError
+from openrlhf_ext.rollout.sync.base import Link, WeightSyncError
 from openrlhf_ext.rollout.sync.plan import BucketPlan, Spec, bit_sum, words
 from openrlhf_ext.rollout.sync.stream import WeightReceiver
 
@@ -340,8 +340,7 @@ class WeightSyncExtension:
     def replace_weights(self, version: int, sizes: Sequence[int] = ()) -> tuple[float, list[tuple[int, int, bool]]]:
         """Receive and load an update (`WeightReceiver.receive`): seconds spent loading and summing, and
         `HeldWeights.sums`. After an error the weights are a mixture of two versions: the caller must not sample until
-        an update succeeds (`RolloutEngine.receive_weights` sees to that). A sender that gave up can start again; after
-        any other error the group has to be connected anew."""
+        an update succeeds (`RolloutEngine.receive_weights` sees to that), and the senders have to be connected anew."""
         if self._weight_receiver is None:
             raise WeightSyncError("this engine has not joined a weight-sync group, or has left it after an error")
         start = time.monotonic()
@@ -351,9 +350,8 @@ class WeightSyncExtension:
             if self._bf16_layers is not None:
                 self.prove_quantized(self._bf16_layers)
             sums = self._held.sums()
-        except Exception as error:
-            if not isinstance(error, WeightStreamAborted):
-                self.disconnect_weight_receiver()
+        except Exception:
+            self.disconnect_weight_receiver()
             self._recover_from_partial_reload()
             raise
         return time.monotonic() - start - self._weight_receiver.waited_s, sums

@@ -57,9 +57,11 @@ def test_a_rank_that_hangs_ends_the_job_and_is_named(task, tmp_path):
 
 
 def test_an_engine_killed_in_an_update_of_what_changed_changes_no_bit_of_the_run(tmp_path):
+    """Two data-parallel ranks send; the engine has a bucket of each when it dies."""
     task = Task.make(tmp_path)
     common = {
-        **ONE_RANK, "megatron__param_dtype": "bf16", "actor__adam__lr": 1e-6, "train__full_determinism_enable": True,
+        "megatron__tensor_parallel_size": 1, "megatron__param_dtype": "bf16", "actor__adam__lr": 1e-6,
+        "train__full_determinism_enable": True,
         "vllm__num_engines": 2, "vllm__sync_backend": "gloo", "weight_sync__bucket_mib": 1,
     }  # fmt: skip
     runs = {"whole": {}, "changes": {"weight_sync__delta_enable": True}}

@@ -169,12 +169,19 @@ def test_every_hf_tensor_is_listed_and_owned_once(models, chunks):
 UNEVEN = {**layout(tp=2, pp=2), "decoder_last_pipeline_num_layers": 1}
 
 
+@pytest.mark.parametrize("most_streams", [1, 8])
 @pytest.mark.parametrize("degrees", [layout(tp=2, pp=2), layout(cp=2), layout(pp=2, vp=2), layout(tp=4, cp=2), UNEVEN])
-def test_every_entry_is_given_by_one_rank_of_the_first_replica(models, degrees):
+def test_every_entry_is_given_by_one_rank(models, degrees, most_streams):
+    """Of the first replica; or of the tensor-parallel group whose share it is."""
     for path in models.values():
         shape, ranks = read_model_shape(path), ParallelLayout(8, **degrees)
-        ownership = Ownership(shape, ranks)
-        assert ownership.ranks == ranks.ranks(context=0, replica=0)
+        ownership = Ownership(shape, ranks, most_streams)
+        if most_streams == 1:
+            assert ownership.streams == (ranks.ranks(context=0, replica=0),)
+        else:
+            assert ownership.streams[0][0] == 0 and len(ownership.streams) > 1
+            for members in ownership.streams:
+                assert len({ranks.place(rank)._replace(tensor=0) for rank in members}) == 1
         assert [(name, tensor.shape) for name, tensor in ownership.tensors.items()] == [
             (tensor.name, tensor.shape) for tensor in hf_tensors(shape)
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -24,62 +25,70 @@ from openrlhf_ext.options.sections import WeightSync
 from openrlhf_ext.ranks import publishing
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
 from openrlhf_ext.rollout import probe
-from openrlhf_ext.rollout.sync.base import EngineFailed, Staging, WeightSyncError
+from openrlhf_ext.rollout.sync import sender
+from openrlhf_ext.rollout.sync.base import EngineFailed, WeightSyncError
 from openrlhf_ext.rollout.sync.gloo import HostMemory
-from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, BucketPlan, WeightSyncMismatch
-from openrlhf_ext.rollout.sync.sender import EngineCalls, SendReport
-from openrlhf_ext.rollout.sync.stream import Fill, send_stream
+from openrlhf_ext.rollout.sync.plan import BucketPlan, WeightSyncMismatch
+from openrlhf_ext.rollout.sync.sender import _CONSEQUENCES, EngineCalls, SendReport, WeightSender
+from openrlhf_ext.rollout.sync.stream import Fill
 from tests.megatron.parity import settings
 from tests.patience import PATIENCE_S
+from tests.rollout.updates import FakeEngine
 
 SYNC = SyncSettings("gloo", 1, WeightSync(timeout_s=30.0), 1e-4, tuple(range(16)))
 
 
-def _small_buckets(build: Callable[..., BucketPlan], specs: list, _bucket_bytes: int) -> BucketPlan:
-    return build(specs, 60_000)
+Fake = FakeEngine.__ray_metadata__.modified_class
 
 
-class LoopbackSender:
-    """A sender whose engines are a dictionary of what arrived; fails at a bucket when told to."""
+def _small_buckets(build: Callable[..., BucketPlan], specs: list, _bucket_bytes: int, streams: list[int]) -> BucketPlan:
+    return build(specs, 60_000, streams)
 
-    fail_at: int | None = None
-    sends_shared_memory = False
 
-    def __init__(self, transport: str, plan: BucketPlan, staging: Staging, engines: list, *_others: object) -> None:
-        self.plan, self.staging, self.engines = plan, staging, engines
-        LoopbackSender.sends_shared_memory = staging.shared
-        self.connected = False
-        self.frames = 0
+class LocalEngine(Fake):
+    """An engine of threads of rank 0's process, with the calls of a Ray actor."""
 
-    def connect(self) -> None:
-        self.connected = True
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in ("connect_weight_sync", "receive_weights"):
+            return found
+        return SimpleNamespace(remote=partial(ThreadPoolExecutor(1).submit, found))
 
-    def close(self) -> None:
-        self.connected = False
 
-    def send(self, fill: Fill, version: int) -> SendReport:
-        self.frames = 0
-        end = SimpleNamespace(send=self.deliver)
+class LocalCalls(EngineCalls):
+    @classmethod
+    def start(cls, engines: list, method: str, arguments: list[tuple], what: str, timeout_s: float) -> LocalCalls:
+        return cls(what, [getattr(e, method).remote(*a) for e, a in zip(engines, arguments, strict=True)], timeout_s)
+
+    def _collect(self, timeout_s: float) -> None:
+        for future in wait(list(self._pending), timeout_s, FIRST_COMPLETED).done:
+            index = self._pending.pop(future)
+            try:
+                self._results[index] = future.result()
+            except _CONSEQUENCES as error:
+                self._consequences[index] = error
+            except Exception as error:
+                raise EngineFailed(f"rollout engine {index} failed while {self._what}: {error}", [index]) from error
+
+
+class NotedSender(WeightSender):
+    """Says in the store of all ranks while rank 0 is busy with engines."""
+
+    def stream(self, fill: Fill, version: int) -> list[int]:
+        return self.noted(lambda: super(NotedSender, self).stream(fill, version))
+
+    def finish(self, version: int, sums: list[int]) -> SendReport:
+        return self.noted(lambda: super(NotedSender, self).finish(version, sums))
+
+    def noted(self, function: Callable[[], Any]) -> Any:
+        if dist.get_rank() != 0:
+            return function()
         _store().set("engines", "busy")
         try:
-            sums = send_stream(end, self.plan, self.staging, fill, version)
-            time.sleep(0.2)  # they load
+            time.sleep(0.1)
+            return function()
         finally:
             _store().set("engines", "free")
-        return SendReport(0.0, self.plan.payload_bytes, 0.0, sums)
-
-    def deliver(self, frame: torch.Tensor) -> Callable[[], None]:
-        if self.frames == LoopbackSender.fail_at:
-            self.close()
-            raise EngineFailed("rollout engine 1 failed: it was killed", [1])
-        bucket = self.plan.buckets[self.frames]
-        arrived = frame.clone()[HEADER_BYTES:]
-        for engine in self.engines:
-            for slot in bucket.slots:
-                rows = slot.view(arrived)
-                engine.setdefault(slot.name, rows.new_zeros(slot.shape))[slot.start : slot.stop] = rows
-        self.frames += 1
-        return lambda: None
 
 
 def _store() -> dist.Store:
@@ -143,15 +152,18 @@ class FirstCalls:
 
 def publish(cases: list[dict], ranks: int) -> list[str]:
     """Publishes every case's model twice, with a failure in between; returns what was wrong."""
-    publishing.WeightSender = LoopbackSender
+    publishing.WeightSender = NotedSender
+    sender.EngineCalls = LocalCalls
+    sender._own_address = lambda: "127.0.0.1"
     problems = []
     for case in cases:
         policy_settings = replace(settings(case, ranks), optimizer=None)
         initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
         openable = HostMemory.open if case["shared"] else staticmethod(_cannot_open)
         with patch.object(HostMemory, "open", openable):
-            found = _publish(MegatronPolicy(policy_settings), case["model"], case["shared"])
-        problems += [f"{case}: {problem}" for problem in found]
+            for workers in (1, 2):
+                found = _publish(MegatronPolicy(policy_settings), case, workers)
+                problems += [f"{case}, {workers} workers: {problem}" for problem in found]
         parallel_state.destroy_model_parallel()
     return problems
 
@@ -165,13 +177,18 @@ def _not_waking_up(_engines: list, method: str, _arguments: list, what: str, _ti
     raise EngineFailed(f"rollout engine 1 failed while {what}", [1])
 
 
-def _publish(policy: MegatronPolicy, model: str, shared: bool) -> list[str]:
-    engines: list[dict] = [{}, {}]
+def _publish(policy: MegatronPolicy, case: dict, workers: int) -> list[str]:
+    model = case["model"]
+    engines = [LocalEngine(workers=workers), LocalEngine(workers=workers)]
     with patch.object(BucketPlan, "build", partial(_small_buckets, BucketPlan.build)):
-        publisher = WeightPublisher(policy, SYNC, engines)
+        publisher = WeightPublisher(policy, replace(SYNC, workers=workers), engines)
     problems = []
-    if LoopbackSender.sends_shared_memory != (shared and publisher._exporter.takes_part):
-        problems.append(f"shared memory: {LoopbackSender.sends_shared_memory}")
+    streams = publisher._exporter.streams
+    if len(streams) != case["streams"] or sum(map(len, streams)) != len({rank for ranks in streams for rank in ranks}):
+        problems.append(f"ranks of the streams: {streams}")
+    own = publisher._exporter.stream
+    if publisher._staging.shared != (case["shared"] and own is not None and len(streams[own]) > 1):
+        problems.append(f"shared memory: {publisher._staging.shared}")
     publisher.connect()
     with FirstCalls() as first_calls, waits_beside_engines() as waits:
         publisher.publish(1, trained=True)
@@ -179,7 +196,7 @@ def _publish(policy: MegatronPolicy, model: str, shared: bool) -> list[str]:
     problems += _differences(engines, model, 1.0)
     for parameter in (p for chunk in policy.chunks for p in chunk.parameters()):
         parameter.data.mul_(2.0)
-    LoopbackSender.fail_at = 2
+    engines[1].behave("fail")
     try:
         publisher.publish(2, trained=True)
         problems.append("the failure of an engine was not raised here")
@@ -188,7 +205,7 @@ def _publish(policy: MegatronPolicy, model: str, shared: bool) -> list[str]:
             problems.append(f"wrong engines: {error.engines}")
     except WeightSyncError as error:
         problems.append(f"another error: {error!r}")
-    LoopbackSender.fail_at = None
+    engines[1].behave("good")
     publisher.replace_engines(engines)
     publisher.publish(2, trained=True)
     publisher.publish(3, trained=False)
@@ -210,14 +227,14 @@ def _publish(policy: MegatronPolicy, model: str, shared: bool) -> list[str]:
     return problems + _differences(engines, model, 2.0)
 
 
-def _probe_problems(publisher: WeightPublisher, engines: list[dict]) -> list[str]:
+def _probe_problems(publisher: WeightPublisher, engines: list[LocalEngine]) -> list[str]:
     """A difference is rounding at the start, and said where there was none; above the tolerance it ends the run.
 
     So it does in an engine that takes the place of another: that one gets the weights, and is asked, alone.
     """
     tokens = SYNC.probe
     ours_N = publisher._policy.logprobs(sequence_batch([np.array(tokens)], [[(1, len(tokens))]]), 1.0).logprobs_N
-    asked: list[list[dict]] = []
+    asked: list[list[LocalEngine]] = []
 
     def prove(off: float, proof: Callable[[], object] = lambda: publisher.prove(3)) -> str:
         calls = SimpleNamespace(finish=lambda: [(ours_N + off).tolist()])
@@ -233,7 +250,7 @@ def _probe_problems(publisher: WeightPublisher, engines: list[dict]) -> list[str
     publisher._baseline = None
     found.append(prove(9e-5))
     asked.clear()
-    engines[1].clear()
+    engines[1].received = []
     found += [prove(off, lambda: publisher.bring_up_to_date([1], 3)) for off in (2e-6, 2e-4)]
     said = "said" if dist.get_rank() == 0 else "passes"
     problems = [] if found == ["passes", "passes", said, "ends", "passes", "passes", "ends"] else [f"probe: {found}"]
@@ -242,10 +259,11 @@ def _probe_problems(publisher: WeightPublisher, engines: list[dict]) -> list[str
     return problems
 
 
-def _differences(engines: list[dict], model: str, factor: float) -> list[str]:
-    """Names that rank 0's engines do not hold as the checkpoint has them, times ``factor``."""
+def _differences(engines: list[LocalEngine], model: str, factor: float) -> list[str]:
+    """Names that workers of rank 0's engines do not hold as the checkpoint has them, times ``factor``."""
     if dist.get_rank() != 0:
         return []
     expected = load_file(f"{model}/model.safetensors")
-    found = [f"names {sorted(e.keys() ^ expected.keys())}" for e in engines if e.keys() != expected.keys()]
-    return found + [n for e in engines for n, t in e.items() if not torch.equal(t, expected[n] * factor)]
+    held = [own for engine in engines for own in engine.received]
+    found = [f"names {sorted(own.keys() ^ expected.keys())}" for own in held if own.keys() != expected.keys()]
+    return found + [n for own in held for n, t in own.items() if not torch.equal(t, expected[n] * factor)]

@@ -16,11 +16,12 @@ def test_what_arrives_is_the_checkpoint_and_a_lost_engine_is_told_to_every_rank(
     make_tiny_model(tmp_path / "tied", "qwen2", tied=True, vocab=67)
     make_tiny_model(tmp_path / "untied", "qwen3", vocab=67)
     cases = [
-        {"model": tied, "tp": 2, "pp": 2, "shared": True},
-        {"model": untied, "tp": 2, "shared": True},  # two data-parallel ranks, of which one exports
-        {"model": tied, "tp": 2, "pp": 2, "vp": 2, "shared": False},  # stages hold layers 0 and 2, 1 and 3
-        {"model": untied, "pp": 2, "cp": 2, "shared": True},
-        {"model": untied, "tp": 4, "shared": False},  # two of the ranks share a key-value head
+        {"model": tied, "streams": 4, "shared": True},
+        {"model": tied, "tp": 2, "pp": 2, "streams": 2, "shared": True},
+        {"model": untied, "tp": 2, "streams": 2, "shared": True},
+        {"model": tied, "tp": 2, "pp": 2, "vp": 2, "streams": 2, "shared": False},  # a stage holds layers 0 and 2
+        {"model": untied, "pp": 2, "cp": 2, "streams": 4, "shared": True},
+        {"model": untied, "tp": 4, "streams": 1, "shared": False},  # two of the ranks share a key-value head
     ]
     for rank, problems in enumerate(launch("tests.ranks.publisher_worker", "publish", 4, cases=cases, ranks=4)):
         assert not problems, f"rank {rank}: {problems}"

@@ -19,8 +19,8 @@ from openrlhf_ext.rollout.sync.plan import BucketPlan
 class FileTransport(Transport):
     """One file per frame, in a folder that rank 0 makes."""
 
-    def staging(self, plan: BucketPlan, exporting: Sequence[int], timeout_s: float) -> Staging:
-        staging = super().staging(plan, exporting, timeout_s)
+    def staging(self, plan: BucketPlan, streams: Sequence[Sequence[int]], timeout_s: float) -> Staging:
+        staging = super().staging(plan, streams, timeout_s)
         staging.handles = {"folder": tempfile.mkdtemp(prefix="weights-")}
         return staging
 

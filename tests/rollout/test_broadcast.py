@@ -28,8 +28,6 @@ kept: list[Any] = []
 class QuietGloo(Gloo):
     """Gloo that is as silent as NCCL: building waits for ever, and leaving does not close the others' connections."""
 
-    polled = True
-
     def open_group(self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float) -> Any:
         return super().open_group(store, address, rank, world_size, 10 * PATIENCE_S)
 
@@ -69,7 +67,7 @@ def test_a_receiver_hears_of_a_sender_that_leaves_in_the_middle_of_an_update(sto
     store.set(GO, YES)
     both = link(store, 2)
     connecting, receivers = outcome(lambda: WeightReceiver.connect(plan(), both, 0))
-    sender = TRANSPORT.open_sender(store, both, TRANSPORT.staging(plan(), [0], PATIENCE_S))
+    sender = TRANSPORT.open_sender(store, both, TRANSPORT.staging(plan(), [[0]], PATIENCE_S))
     connecting.join(PATIENCE_S)
     waiting, seen = outcome(lambda: list(receivers[0].receive(1)))
     start = time.monotonic()

@@ -41,6 +41,7 @@ def test_every_engine_gets_every_version_also_after_an_update_that_was_void(engi
         assert all_hold(engines, version)
     with pytest.raises(KeyError, match="norm"):
         sender.send(without("norm", 3), 3)
+    sender.connect()
     sender.send(fill_with(state(4)), 4)
     assert all_hold(engines, 4)
     sender.close()
@@ -93,7 +94,7 @@ def relay_cases() -> dict[str, Any]:
     TRANSPORT.name = f"device {rank}"
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(dist, "new_group")  # gloo connects when a group is made, which not every network of GPUs allows
-        relay = TRANSPORT.staging(plan(), [0, 1], PATIENCE_S)
+        relay = TRANSPORT.staging(plan(), [[0, 1]], PATIENCE_S)
     if rank == 0:
         for bucket in plan().buckets[:2]:
             relay.frame(bucket).fill_(bucket.index + 1)
@@ -102,7 +103,7 @@ def relay_cases() -> dict[str, Any]:
     opened = [TRANSPORT.open(handle).tensor for handle in relay.handles[f"device {rank}"]]
     found = {"devices": sorted(relay.handles), "seen": [int(buffer[0]) for buffer in opened], "late": ""}
     found["keys"] = dist.distributed_c10d._get_default_store().list_keys()
-    relay = TRANSPORT.staging(plan(), [0, 1], 0.5)
+    relay = TRANSPORT.staging(plan(), [[0, 1]], 0.5)
     if rank == 1:  # rank 0 exports another bucket for longer than that
         with pytest.raises(WeightTransferFailed) as late:
             relay.complete(plan().buckets[2])

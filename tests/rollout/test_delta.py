@@ -79,8 +79,8 @@ class Link:
     """A sender and an engine worker in one process."""
 
     def __init__(self) -> None:
-        self.plan, self.sent, self.group = plan(), Sent(plan()), QueueGroup()
-        self.receiver = WeightReceiver(self.group, self.plan, keeps=True)
+        self.plan, self.sent, self.group = plan(), Sent(plan().buckets), QueueGroup()
+        self.receiver = WeightReceiver([self.group], self.plan, keeps=True)
 
     def frames(self, version: int) -> list[Tensor]:
         self.sent.begin()
@@ -124,10 +124,12 @@ def test_after_an_update_that_broke_off_changes_are_refused_and_a_whole_one_is_t
     spoiled = [*frames[:2], torch.cat([frames[2][:HEADER_BYTES], frames[2][HEADER_BYTES:-4]])]
     with pytest.raises(WeightSyncError, match="changed weights arrived where"):
         link.receive([*spoiled, *frames[3:]], 2)
-    link.group = link.receiver.end = QueueGroup()
+    link.group = QueueGroup()
+    link.receiver.ends = [link.group]
     with pytest.raises(WeightSyncError, match="since version 2 arrived at an engine worker that holds version None"):
         link.receive(link.frames(3), 3)
-    link.group = link.receiver.end = QueueGroup()
+    link.group = QueueGroup()
+    link.receiver.ends = [link.group]
     link.sent.close()
     assert holds(link.receive(link.frames(4), 4), 4)
 
@@ -172,7 +174,7 @@ class Engine(FakeEngine.__ray_metadata__.modified_class):  # type: ignore[misc]
 
 
 def sender_to(engines: list[Any]) -> WeightSender:
-    staging = find_transport("gloo").staging(plan(), [0], PATIENCE_S)
+    staging = find_transport("gloo").staging(plan(), [[0]], PATIENCE_S)
     sender = WeightSender("gloo", plan(), staging, engines, 1, PATIENCE_S, delta=True)
     sender.connect()
     return sender
@@ -209,6 +211,7 @@ def test_engines_are_untouched_by_an_export_that_fails(ray_session: None) -> Non
     with pytest.raises(KeyError, match="layer3"):
         sender.send(fill_with({n: t for n, t in weights(2).items() if n != "layer3"}), 2)
     assert hold(engines, 1) == [True]
+    sender.connect()
     assert sender.send(filled(3), 3).nbytes == whole and hold(engines, 3) == [True]
     sender.close()
 

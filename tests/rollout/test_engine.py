@@ -44,7 +44,7 @@ class Rig:
         self.model = tiny.random_model(seed=0, tied=tied)
         # Buckets smaller than a layer: vLLM must be able to keep the first tensors of a layer until it has the rest.
         plan = plan_of(dict(self.tensors()), 20_000)
-        staging = find_transport("gloo").staging(plan, [0], PATIENCE_S)
+        staging = find_transport("gloo").staging(plan, [[0]], PATIENCE_S)
         self.sender = WeightSender("gloo", plan, staging, [engine], 1, PATIENCE_S)
         self.sender.connect()
         self.version = 0
@@ -57,6 +57,8 @@ class Rig:
         self.model = tiny.random_model(seed, self.tied)
         self.version += 1
         tensors: Iterable[tuple[str, Tensor]] = self.tensors()
+        if not self.sender.connected:  # after an update that failed
+            self.sender.connect()
         return self.sender.send(fill_with(dict(tensors if change is None else change(tensors))), self.version)
 
     def check(self) -> float:

@@ -48,7 +48,7 @@ class Rig:
         self.engine, self.workers, self.bf16_layers, self.dtype = engine, workers, bf16_layers, dtype
         self.seed = self.version = 0
         plan = plan_of(self.weights(), 200_000)
-        staging = find_transport("gloo").staging(plan, [0], PATIENCE_S)
+        staging = find_transport("gloo").staging(plan, [[0]], PATIENCE_S)
         self.sender = WeightSender("gloo", plan, staging, [engine], workers, PATIENCE_S)
         self.sender.connect()
 
@@ -60,6 +60,8 @@ class Rig:
 
     def send(self, seed: int) -> None:
         self.seed, self.version = seed, self.version + 1
+        if not self.sender.connected:  # after an update that failed
+            self.sender.connect()
         self.sender.send(fill_with(self.weights()), self.version)
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:

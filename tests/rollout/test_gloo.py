@@ -44,7 +44,7 @@ def transport_cases() -> dict[str, Any]:
 def _send_cases(link: Link) -> dict[str, Any]:
     store = dist.TCPStore(link.address, link.port, is_master=False, timeout=PATIENCE)
     store.set(GO, YES)
-    staging = TRANSPORT.staging(plan(), [0], PATIENCE_S)
+    staging = TRANSPORT.staging(plan(), [[0]], PATIENCE_S)
     end = TRANSPORT.open_sender(store, link, staging)
 
     def send(fill: Fill, version: int) -> None:
@@ -63,7 +63,6 @@ def _send_cases(link: Link) -> dict[str, Any]:
 
 
 def _receive_cases(link: Link, rank: int) -> dict[str, Any]:
-    TRANSPORT.polled = rank == 2  # waits as NCCL does: by asking, under a deadline of our own
     receiver = WeightReceiver.connect(plan(), link, rank - 1)
     seen: dict[str, Any] = {"whole": same(dict(receiver.receive(1)), 1)}
     with pytest.raises(WeightStreamAborted):
@@ -103,12 +102,13 @@ def test_every_engine_gets_every_version(engines: list[Any], transport: str) -> 
 
 
 @GLOO_AND_FILES
-def test_an_export_that_fails_is_an_error_and_the_next_update_needs_no_new_connection(
-    engines: list[Any], transport: str
-) -> None:
+def test_an_export_that_fails_is_an_error_and_engines_hear_of_it(engines: list[Any], transport: str) -> None:
     sender = sender_to(engines, transport, workers=2)
+    start = time.monotonic()
     with pytest.raises(KeyError, match="norm"):
         sender.send(without("norm", 4), 4)
+    assert time.monotonic() - start < SOONER_S, "it waited for the timeout"
+    sender.connect()
     sender.send(fill_with(state(5)), 5)
     assert all_hold(engines, 5)
     sender.close()
@@ -162,4 +162,4 @@ def test_a_dying_engine_is_reported_at_once(ray_session: None) -> None:
 
 def test_a_sender_without_engines_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one engine"):
-        WeightSender("gloo", plan(), TRANSPORT.staging(plan(), [0], 10.0), [], 1, 10.0)
+        WeightSender("gloo", plan(), TRANSPORT.staging(plan(), [[0]], 10.0), [], 1, 10.0)

@@ -15,11 +15,9 @@ from torch import Tensor
 from openrlhf_ext.options.sections import Vllm
 from openrlhf_ext.rollout import launch
 from openrlhf_ext.rollout.probe import WeightSyncMismatch
-from openrlhf_ext.rollout.sync import find_transport
-from openrlhf_ext.rollout.sync.sender import WeightSender
 from tests.patience import PATIENCE_S
 from tests.rollout import spoiling, tiny
-from tests.rollout.updates import fill_with, plan_of
+from tests.rollout.updates import fill_with, send_together, two_senders
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -28,7 +26,7 @@ VOCAB = 530
 
 
 class Rig:
-    """An engine of two workers, a sender, and the weights that were sent last."""
+    """An engine of two workers, two senders, and the weights that were sent last."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.version = engine, 0
@@ -37,10 +35,7 @@ class Rig:
         self.connect()
 
     def connect(self, delta: bool = False) -> None:
-        plan = plan_of(self.weights, 30_000)
-        staging = find_transport("gloo").staging(plan, [0], PATIENCE_S)
-        self.sender = WeightSender("gloo", plan, staging, [self.engine], 2, PATIENCE_S, delta)
-        self.sender.connect()
+        self.senders = two_senders(self.weights, 30_000, [self.engine], 2, delta)
 
     def step(self) -> dict[str, Tensor]:
         """Every weight one optimizer step of 1e-6 on, as far as bf16 shows it."""
@@ -52,7 +47,7 @@ class Rig:
     def send(self) -> int:
         """The bytes that travelled."""
         self.version += 1
-        return self.sender.send(fill_with(self.weights), self.version).nbytes
+        return send_together(self.senders, fill_with(self.weights), self.version).nbytes
 
     def spoil(self, kind: str) -> None:
         ray.get(self.engine.spoil.remote(kind))

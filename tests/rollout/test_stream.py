@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from openrlhf_ext.rollout.sync.base import Staging, WeightStreamAborted, WeightSyncError, WeightTransferFailed
-from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan, Spec
+from openrlhf_ext.rollout.sync.plan import (
+    HEADER_BYTES,
+    Bucket,
+    BucketPlan,
+    Spec,
+    WeightSyncMismatch,
+    bit_sum,
+    check_receipts,
+    together,
+    words,
+)
 from openrlhf_ext.rollout.sync.stream import Fill, WeightReceiver, follow_stream, let_others_end, send_stream
 from tests.rollout.test_plan import random_tensor, spec_lists
 from tests.rollout.updates import fill_with, plan_of
@@ -50,7 +60,7 @@ def transfer(plan: BucketPlan, fill: Fill, version: int = 1, group: QueueGroup |
 
 
 def receive(group: QueueGroup, plan: BucketPlan, version: int) -> list[tuple[str, Tensor]]:
-    return list(WeightReceiver(group, plan).receive(version))
+    return list(WeightReceiver([group], plan).receive(version))
 
 
 def model(*names: str) -> dict[str, Tensor]:
@@ -90,6 +100,42 @@ def test_another_version_or_plan_is_refused() -> None:
     renamed = plan_of(dict(zip("xy", tensors.values(), strict=True)), 64)
     with pytest.raises(WeightSyncError, match="run different updates"):
         receive(transfer(plan, fill_with(tensors)), renamed, version=1)
+
+
+def two_streams(version: int) -> tuple[BucketPlan, list[QueueGroup], list[int]]:
+    """An update from two senders, of tensors of one size: what they sent, and its sums."""
+    tensors = {name: torch.full((8,), float(version + place)) for place, name in enumerate("abcd")}
+    plan = BucketPlan.build([(name, (8,), torch.float32) for name in tensors], 128, [0, 1, 0, 1])
+    groups, sums = [QueueGroup(), QueueGroup()], []
+    for stream, group in enumerate(groups):
+        sums.append(send_stream(group, plan, staging_of(plan), fill_with(tensors), version, stream=stream))
+    return plan, groups, [sum(each) for each in zip(*sums, strict=True)]
+
+
+def test_streams_are_received_in_turns() -> None:
+    plan, groups, _ = two_streams(1)
+    received = WeightReceiver(groups, plan).receive(1)
+    assert [(name, tensor.tolist()) for name, tensor in received] == [
+        (name, [1.0 + place] * 8) for place, name in enumerate("abcd")
+    ]
+
+
+def test_a_stale_and_a_swapped_stream_are_refused_and_a_half_written_one_is_named() -> None:
+    plan, groups, sums = two_streams(2)
+    stale = [groups[0], two_streams(1)[1][1]]
+    with pytest.raises(WeightSyncError, match=r", 1, 1\) arrived where \(.*, 2, 1\) was expected"):
+        list(WeightReceiver(stale, plan).receive(2))
+    with pytest.raises(WeightSyncError, match=r", 2, 1\) arrived where \(.*, 2, 0\) was expected"):
+        list(WeightReceiver(two_streams(2)[1][::-1], plan).receive(2))
+    groups = two_streams(2)[1]
+    frames = [groups[1].frames.get() for _ in range(2)]
+    frames[1][HEADER_BYTES + 16 : HEADER_BYTES + 32] = 0
+    for frame in frames:
+        groups[1].frames.put(frame)
+    held = dict(WeightReceiver(groups, plan).receive(2))
+    found = [(int(bit_sum(words(held[name], (8,), 1))), 8, False) for name in "abcd"]
+    with pytest.raises(WeightSyncMismatch, match="engine 0: 1 of 4: d$"):
+        check_receipts(plan, sums, [together([0.0], [found])], 2)
 
 
 class Noted(Staging):
@@ -145,15 +191,15 @@ def test_after_a_failure_the_other_ranks_are_let_go() -> None:
         noted.lead()
     assert noted.calls[3:] == ["fill 1", "sent 0", "complete 1", "skip 2", "complete 2"]
     noted = Noted()
-    let_others_end(noted.plan, noted, noted.fill)
+    let_others_end(noted.plan.buckets, noted, noted.fill)
     assert noted.calls == ["skip 0", "complete 0", "skip 1", "complete 1", "skip 2", "complete 2"]
 
 
 def test_ranks_that_do_not_send_go_on_to_the_end() -> None:
     noted = Noted()
-    follow_stream(noted.plan, noted, noted.fill)
+    follow_stream(noted.plan.buckets, noted, noted.fill)
     assert noted.calls == ["skip 0", "complete 0", "skip 1", "complete 1", "skip 2", "complete 2"]
     noted = Noted(fail_at="fill 1", shared=True)
     with pytest.raises(ZeroDivisionError):
-        follow_stream(noted.plan, noted, noted.fill)
+        follow_stream(noted.plan.buckets, noted, noted.fill)
     assert noted.calls == ["fill 0", "complete 0", "fill 1", "complete 1", "complete 2"]

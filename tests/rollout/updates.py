@@ -16,7 +16,7 @@ from torch import Tensor
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import Link
 from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan, Receipt, bit_sum, together, words
-from openrlhf_ext.rollout.sync.sender import WeightSender
+from openrlhf_ext.rollout.sync.sender import SendReport, WeightSender
 from openrlhf_ext.rollout.sync.stream import Fill, WeightReceiver
 from tests.patience import PATIENCE_S
 
@@ -76,7 +76,8 @@ class FakeEngine:
     def connect_weight_sync(self, plan: BucketPlan, link: Link) -> None:
         if self.behavior == "cannot connect":
             raise OSError("no route to the policy")
-        plan, link = BucketPlan.from_wire(plan.to_wire()), Link(**vars(link))
+        self.plan = plan = BucketPlan.from_wire(plan.to_wire())
+        link = Link(**vars(link))
         self.receivers = self.of_workers(lambda worker: WeightReceiver.connect(plan, link, worker))
 
     def of_workers(self, function: Callable[[int], T]) -> list[T]:
@@ -89,17 +90,23 @@ class FakeEngine:
         if self.behavior == "die":
             next(self.receivers[0].receive(version, sizes))
             os._exit(3)
-        if self.behavior == "fail":
-            next(self.receivers[0].receive(version, sizes))
-            for receiver in self.receivers:
+        receivers = self.receivers
+        try:
+            if self.behavior == "fail":
+                next(receivers[0].receive(version, sizes))
+                raise RuntimeError("layer0.weight does not fit into this model")
+            self.received = self.of_workers(lambda worker: dict(receivers[worker].receive(version, sizes)))
+        except Exception:
+            for receiver in receivers:
                 receiver.close()
-            raise RuntimeError("layer0.weight does not fit into this model")
-        self.received = self.of_workers(lambda worker: dict(self.receivers[worker].receive(version, sizes)))
+            raise
         return self.receipt()
 
     def receipt(self) -> Receipt:
         """Of workers that hold everything as it arrived."""
-        held = [[(words(tensor, tensor.shape, 1), tensor.numel()) for tensor in own.values()] for own in self.received]
+        names = [name for name, _, _ in self.plan.tensors]
+        tensors = [[own[name] for name in names] for own in self.received]
+        held = [[(words(each, each.shape, self.workers), each.numel()) for each in own] for own in tensors]
         return together([0.25], [[(int(bit_sum(words_N)), entries, False) for words_N, entries in own] for own in held])
 
     def holds(self, version: int) -> bool:
@@ -114,10 +121,39 @@ def ready(*engines: Any) -> list[Any]:
 
 def sender_to(engines: list[Any], transport: str, timeout_s: float = PATIENCE_S, workers: int = 1) -> WeightSender:
     """A sender of `plan` from one process, connected to engines of so many workers."""
-    staging = find_transport(transport).staging(plan(), [0], PATIENCE_S)
+    staging = find_transport(transport).staging(plan(), [[0]], PATIENCE_S)
     sender = WeightSender(transport, plan(), staging, engines, workers, timeout_s)
     sender.connect()
     return sender
+
+
+def two_senders(
+    tensors: Mapping[str, Tensor], bucket_bytes: int, engines: list[Any], workers: int = 1, delta: bool = False
+) -> list[WeightSender]:
+    """Connected, as on two policy ranks: tensors of even and of odd places."""
+    specs = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    plan = BucketPlan.build(specs, bucket_bytes, [place % 2 for place in range(len(specs))])
+    staging = [find_transport("gloo").staging(plan, [[0]], PATIENCE_S) for _ in range(2)]
+    senders = [
+        WeightSender("gloo", plan, own, engines, workers, PATIENCE_S, delta, number)
+        for number, own in enumerate(staging)
+    ]
+    link = senders[0].meet()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda sender: sender.join(link), senders))
+    return senders
+
+
+def send_together(senders: list[WeightSender], fill: Fill, version: int) -> SendReport:
+    """An update, as `WeightPublisher` has the ranks send it."""
+    sizes = [sum(each) for each in zip(*(sender.prepare(fill, version) for sender in senders), strict=True)]
+    senders[0].begin(version, sizes)
+    with ThreadPoolExecutor() as pool:
+        sums = list(pool.map(lambda sender: sender.stream(fill, version), senders))
+    report = senders[0].finish(version, [sum(each) for each in zip(*sums, strict=True)])
+    for sender in senders:
+        sender.keep(version)
+    return report
 
 
 def all_hold(engines: list[Any], version: int) -> bool:

@@ -44,6 +44,15 @@ def test_what_would_crash_or_lie_is_named(change: dict, says: str) -> None:
     assert says in problem.replace("transformer-engine-cu13, transformer-engine-cu12", "-cu13, transformer-engine-cu12")
 
 
+@pytest.mark.parametrize(
+    ("ray", "nixl", "says"),
+    [("2.55.0", None, "it needs ray 2.56, got 2.55.0; it needs nixl, which is absent"), ("2.56.1", "1.0", "are there")],
+)
+def test_what_vllms_sharded_transfer_lacks_is_said(ray: str, nixl: str | None, says: str) -> None:
+    found = doctor._sharded_rdt(ray, nixl)
+    assert says in found and ("sharded_rdt of vLLM", f"not used; {found}") in replace(GOOD, sharded_rdt=found).rows
+
+
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in place of all that is looked at; holds cuDNN's wheel in nvidia/cudnn."""

@@ -7,11 +7,15 @@ holds, so that many parts travel together and no rank holds more above its own s
 - where all ranks of the replica see the memory that the parts go to (one host), each copies its own entries to their
   place (``HFExporter.write``): nothing is sent;
 - elsewhere each rank sends what it holds of the parts to rank 0 as one message (``HFExporter.gather``).
+
+Weights for engines may leave from several ranks at a time: then the ranks of a tensor-parallel group are among
+themselves, and their first one is what rank 0 is otherwise (``Ownership.streams``).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -53,35 +57,51 @@ BUCKET_BYTES = 256 << 20
 
 
 class OwnedTensor(NamedTuple):
-    """A Hugging Face tensor, ``number`` of those of its ``rule``, and what each global rank gives of it."""
+    """A Hugging Face tensor, ``number`` of those of its ``rule``, what each global rank gives of it, and in which
+    stream."""
 
     rule: Rule
     number: int
     shape: tuple[int, ...]
     slices: Mapping[int, tuple[Piece, ...]]
+    stream: int = 0
 
 
 class Ownership:
-    """Which rank gives which slice of which Hugging Face tensor; every entry is given by exactly one. ``tensors`` are
-    in the order of ``hf_tensors``; ``ranks``: those that give something, ascending; rank 0 is one."""
+    """Which rank gives which slice of which Hugging Face tensor; every entry is given by exactly one.
 
-    def __init__(self, shape: ModelShape, layout: ParallelLayout) -> None:
+    ``tensors`` are in the order of ``hf_tensors``; ``streams``: the ranks that give something, ascending, of each set
+    of tensors that leaves by itself. There is one, with the ranks of the first replica, if at most one is asked for;
+    otherwise one for every pipeline stage, and for as many data- and context-parallel copies of it as
+    ``most_streams`` allows, each with a share of the stage's tensors. Rank 0 is the first of stream 0.
+    """
+
+    def __init__(self, shape: ModelShape, layout: ParallelLayout, most_streams: int = 1) -> None:
+        stages, size = layout.pipeline_parallel_size, layout.tensor_parallel_size
+        owned = list(owned_rules(shape, layout))
+        copies = max(1, min(most_streams // stages, layout.context_parallel_size * layout.data_parallel_size))
+        entries = [sum(math.prod(whole) for whole in hf_shapes(rule, shape)) for _, rule in owned]
+        totals = Counter[int]()
+        places = []  # (stage, copy) of every rule: an equal share of the stage's entries for each copy
+        for (stage, _), count in zip(owned, entries, strict=True):
+            places.append((stage, totals[stage]))
+            totals[stage] += count
+        places = [(stage, copies * before // totals[stage]) for stage, before in places]
+        used = sorted(set(places), key=lambda place: place[::-1]) if most_streams > 1 else []
         self.tensors: dict[str, OwnedTensor] = {}
-        size, stages = layout.tensor_parallel_size, range(layout.pipeline_parallel_size)
-        # context- and data-parallel ranks hold the same: the first of them gives it
-        shards = {
-            stage: {
-                rank: Shard(layout.place(rank).tensor, size) for rank in layout.ranks(stage=stage, context=0, replica=0)
-            }
-            for stage in stages
-        }
-        for stage, rule in owned_rules(shape, layout):
-            given = {rank: placement(rule, shape, shard) for rank, shard in shards[stage].items()}
+        for (stage, rule), (_, copy) in zip(owned, places, strict=True):
+            replica, context = copy % layout.data_parallel_size, copy // layout.data_parallel_size
+            ranks = layout.ranks(stage=stage, context=context, replica=replica)
+            given = {rank: placement(rule, shape, Shard(layout.place(rank).tensor, size)) for rank in ranks}
             for number, (name, whole) in enumerate(zip(rule.hf_names, hf_shapes(rule, shape), strict=True)):
                 found = {rank: tuple(p for p in pieces if p.tensor == number) for rank, pieces in given.items()}
                 slices = {rank: pieces for rank, pieces in found.items() if pieces}
-                self.tensors[name] = OwnedTensor(rule, number, whole, slices)
-        self.ranks = tuple(sorted({rank for tensor in self.tensors.values() for rank in tensor.slices}))
+                stream = used.index((stage, copy)) if used else 0
+                self.tensors[name] = OwnedTensor(rule, number, whole, slices, stream)
+        givers: list[set[int]] = [set() for _ in range(max(1, len(used)))]
+        for tensor in self.tensors.values():
+            givers[tensor.stream].update(tensor.slices)
+        self.streams = tuple(tuple(sorted(ranks)) for ranks in givers)
 
 
 def model_rules(model: HiddenStateGPTModel, shape: ModelShape) -> list[Rule]:
@@ -145,8 +165,9 @@ class TensorMeta(NamedTuple):
 class HFExporter:
     """One rank's part in exporting a model. Nothing here is a collective but ``gather``, ``rows`` and iteration.
 
-    ``takes_part``: whether this rank gives something, as global rank 0 always does, where what is gathered comes
-    together. ``metadata`` and iteration are those of a vLLM ``WeightSource`` (vllm 0.29.0
+    ``stream``: the one in which this rank gives something, None: it gives nothing; ``root``: the first rank of the
+    stream, where what is gathered comes together. ``rows`` and iteration are of ownerships with one stream, whose root
+    is rank 0. ``metadata`` and iteration are those of a vLLM ``WeightSource`` (vllm 0.29.0
     distributed/weight_transfer/base.py:110) whose sender is rank 0.
     """
 
@@ -161,9 +182,14 @@ class HFExporter:
         (its gradient, say); None: its data."""
         self._value, self._rank = value or torch.Tensor.detach, dist.get_rank()
         self._dtype = next(chunks[0].parameters()).dtype
-        self._tensors, self._givers = ownership.tensors, ownership.ranks
-        self.takes_part = self._rank in self._givers
-        self._group = parallel_state.get_model_parallel_group()
+        self._tensors, self.streams = ownership.tensors, ownership.streams
+        self.stream = next((number for number, ranks in enumerate(self.streams) if self._rank in ranks), None)
+        self._givers = self.streams[self.stream or 0]
+        self.root = self._givers[0]
+        alone = len(self.streams) == 1
+        self._group = (
+            parallel_state.get_model_parallel_group() if alone else parallel_state.get_tensor_model_parallel_group()
+        )
         self._is_connected = len(self._givers) == 1
         self._known_pieces: dict[tuple[Part, int], list[Piece]] = {}
         self._own: dict[str, torch.nn.Parameter] = {}
@@ -176,6 +202,10 @@ class HFExporter:
     def metadata(self) -> list[TensorMeta]:
         """Of all tensors of the model, in the order of iteration; the same on every rank."""
         return [TensorMeta(name, self._dtype, tensor.shape) for name, tensor in self._tensors.items()]
+
+    def streams_of_tensors(self) -> list[int]:
+        """In the order of ``metadata``."""
+        return [tensor.stream for tensor in self._tensors.values()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors on rank 0 (a caller can hold the largest), nothing elsewhere; all ranks must exhaust it. A
@@ -197,11 +227,11 @@ class HFExporter:
 
     @torch.no_grad()
     def write(self, parts: Sequence[Part], targets: Sequence[Tensor]) -> None:
-        """Copies what this rank holds of each part to its place in ``targets``: memory that all exporting ranks see."""
-        if self.takes_part:
-            for part, target in zip(parts, targets, strict=True):
-                for piece, values in self._held(part):
-                    piece.of_tensor(target).copy_(values)
+        """Copies what this rank holds of each part to its place in ``targets``: memory that all ranks of the stream
+        see."""
+        for part, target in zip(parts, targets, strict=True):
+            for piece, values in self._held(part):
+                piece.of_tensor(target).copy_(values)
 
     def _held(self, part: Part) -> Iterator[tuple[Piece, Tensor]]:
         """What this rank gives of the rows: its place in them, and the values."""
@@ -225,12 +255,12 @@ class HFExporter:
 
     @torch.no_grad()
     def gather(self, parts: Sequence[Part], targets: Sequence[Tensor] | None) -> None:
-        """Brings the parts, the same on every rank, together in rank 0's ``targets`` on any device (None to drop them);
-        a collective of the exporting ranks."""
-        if not self.takes_part:
+        """Brings the parts, the same on every rank, together in the root's ``targets`` on any device (None to drop
+        them); a collective of the stream's ranks."""
+        if self.stream is None:
             return
         self._connect()
-        if self._rank != 0:
+        if self._rank != self.root:
             self._send(parts)
             return
         messages = self._receive(parts)
@@ -250,14 +280,14 @@ class HFExporter:
     def _send(self, parts: Sequence[Part]) -> None:
         pieces = [values.flatten() for part in parts for _, values in self._held(part)]
         if pieces:
-            _wait_all([dist.P2POp(dist.isend, torch.cat(pieces), 0, self._group)])
+            _wait_all([dist.P2POp(dist.isend, torch.cat(pieces), self.root, self._group)])
 
     def _receive(self, parts: Sequence[Part]) -> list[tuple[int, Tensor]]:
         like = self._value(next(iter(self._own.values())))
         messages, operations = [], []
         for rank in self._givers:
             size = sum(math.prod(shape) for _, _, shape in self._contents(parts, rank))
-            if rank != 0 and size:
+            if rank != self.root and size:
                 message = torch.empty(size, dtype=like.dtype, device=like.device)
                 messages.append((rank, message))
                 operations.append(dist.P2POp(dist.irecv, message, rank, self._group))
@@ -289,7 +319,7 @@ class HFExporter:
         above its shard: some rows, and what other ranks send of them.
         """
         gate = Gate()
-        if not self.takes_part:
+        if self.stream is None:
             return
         like = self._value(next(iter(self._own.values())))
         memory = like.new_empty(0)

@@ -1,6 +1,6 @@
 """What a weight-sync transport is, and how a sync fails. docs/weight_sync.md shows how to add a transport. A transport
-moves frames (byte vectors) in order from policy rank 0 to every worker of every engine; ``plan``, ``stream`` and
-``sender`` are the same for all of them."""
+moves frames (byte vectors) in order from a policy rank to every worker of every engine, from several ranks at a time if
+it can; ``plan``, ``stream`` and ``sender`` are the same for all of them."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ class ReceivingEnd(Protocol):
 class Staging:
     """What one policy rank has of the two buffers that frames are sent from: one is filled while the other is sent.
 
-    Here rank 0 has them, uint8 vectors for the largest frame, and the other ranks nothing (None).
+    Here those that send have them, uint8 vectors for the largest frame, and the other ranks nothing (None).
 
     Attributes:
-        shared: every exporting rank sees rank 0's buffers, and fills its own part of a frame.
+        shared: every rank of the stream sees its sender's buffers, and fills its own part of a frame.
         handles: how engine workers open the buffers, if they do: strings and numbers, by the device they are on.
     """
 
@@ -109,21 +109,23 @@ class Staging:
 
     def frame(self, bucket: Bucket) -> Tensor:
         if self.buffers is None:
-            raise WeightSyncError("this rank has no staging buffers: policy rank 0 sends, and no other")
-        return self.buffers[bucket.index % 2][: bucket.frame_bytes]
+            raise WeightSyncError("this rank has no staging buffers: another sends what it has")
+        return self.buffers[bucket.turn % 2][: bucket.frame_bytes]
 
     def content(self, bucket: Bucket) -> Tensor | None:
-        """Where a rank other than 0 puts its part of the bucket; None: rank 0 asks for it."""
+        """Where a rank that does not send puts its part of the bucket; None: the sender asks for it."""
         return self.frame(bucket)[HEADER_BYTES:] if self.shared else None
 
     def complete(self, bucket: Bucket) -> None:
-        """Called on every policy rank when its part of the bucket is filled; returns when the frame may be sent."""
+        """Called on every rank of the stream when its part of the bucket is filled; returns when the frame may be
+        sent."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """How an engine's workers reach the sender: its TCPStore, the rank of the engine's first worker in the group (the
-    others follow; the sender is rank 0), the limit of joining and of every transfer."""
+    """How an engine's workers reach the senders: the TCPStore of policy rank 0, the rank of the engine's first worker
+    in the group of every ``stream`` (the others follow; the sender is rank 0), the limit of joining and of every
+    transfer."""
 
     transport: str
     address: str
@@ -134,23 +136,26 @@ class Link:
     handles: dict[str, Any]
     keeps: bool = False
     """Workers keep a copy of what they hold, for updates of what has changed."""
+    stream: int = 0
 
 
 class Transport(ABC):
     """One way of moving frames. Each has a file of its own, with both ends and an instance named ``TRANSPORT``. A group
-    is built when the engines connect, beside the default process group (vLLM and Megatron each own theirs), around a
-    TCPStore of the sender; after a failure it is left and built anew."""
+    of every stream is built when the engines connect, beside the default process group (vLLM and Megatron each own
+    theirs), around a TCPStore of policy rank 0; after a failure all are left and built anew."""
 
     needs_gpu = False
+    most_streams = 1
+    """How many policy ranks send at a time, if as many hold different weights or copies."""
 
     @property
     def device(self) -> torch.device:
         """Where frames, and the default staging buffers, are."""
         return torch.device("cpu")
 
-    def staging(self, plan: BucketPlan, exporting: Sequence[int], timeout_s: float) -> Staging:
-        """A collective of all policy ranks. Those in ``exporting`` hold the weights, rank 0 first."""
-        if dist.is_initialized() and dist.get_rank() != exporting[0]:
+    def staging(self, plan: BucketPlan, streams: Sequence[Sequence[int]], timeout_s: float) -> Staging:
+        """A collective of all policy ranks. ``streams``: the ranks that hold the weights of each, its sender first."""
+        if dist.is_initialized() and dist.get_rank() not in [ranks[0] for ranks in streams]:
             return Staging(None)
         first, second = (torch.empty(plan.largest_frame, dtype=torch.uint8, device=self.device) for _ in range(2))
         return Staging((first, second))
@@ -161,11 +166,12 @@ class Transport(ABC):
 
     @abstractmethod
     def open_sender(self, store: dist.Store, link: Link, staging: Staging) -> SendingEnd:
-        """Make rank 0's end of the group. Every worker is about to make its own at the same time."""
+        """Make the sender's end of the group of ``link.stream``. Every worker is about to make its own, stream by
+        stream."""
 
     @abstractmethod
     def open_receiver(self, store: dist.Store, link: Link, rank: int) -> ReceivingEnd:
-        """Make the end of the worker that has this rank in the group."""
+        """Make the end of the worker that has this rank in the group of ``link.stream``."""
 
 
 # ---- waiting and meeting --------------------------------------------------------------------------------------------
@@ -230,8 +236,8 @@ def announce_leaving(store: dist.Store) -> None:
 
 
 def sender_watch(store: dist.Store) -> Callable[[], None]:
-    """Raises WeightTransferFailed if the sender has left or is gone: an aborted communicator does not tell its
-    peers."""
+    """Raises WeightTransferFailed if a sender has left, or the one that serves the store is gone: an aborted
+    communicator does not tell its peers."""
     connection = second_connection(store)
 
     def watch() -> None:
@@ -245,11 +251,14 @@ def sender_watch(store: dist.Store) -> Callable[[], None]:
     return watch
 
 
+def reach_store(link: Link) -> dist.TCPStore:
+    timeout = timedelta(seconds=link.timeout_s)
+    return dist.TCPStore(link.address, link.port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
 def join(link: Link, rank: int) -> dist.TCPStore:
     """Returns when every worker waits to join and the sender says so. Raises WeightStreamAborted: it gave up."""
-    store = dist.TCPStore(
-        link.address, link.port, is_master=False, timeout=timedelta(seconds=link.timeout_s), wait_for_workers=False
-    )
+    store = reach_store(link)
     store.set(PRESENT.format(rank), "")
     if store.get(GO).decode() != YES:
         raise WeightStreamAborted(f"{WeightStreamAborted.MARK} building the weight-sync group; see its own error")
@@ -257,10 +266,7 @@ def join(link: Link, rank: int) -> dist.TCPStore:
 
 
 class BroadcastTransport(Transport):
-    """What gloo and NCCL have in common. ``polled``: the group's own wait does not block the caller, or not with the
-    deadline that it was given."""
-
-    polled = False
+    """What gloo and NCCL have in common."""
 
     @abstractmethod
     def open_group(self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float) -> Any:
@@ -285,13 +291,11 @@ class BroadcastEnd:
     """Either end of the group. Every wait ends after the link's timeout."""
 
     def __init__(self, transport: BroadcastTransport, store: dist.Store, link: Link, rank: int) -> None:
-        self.watch: Callable[[], None] | None = None
         self._transport, self._timeout_s = transport, link.timeout_s
         self._pool = FramePool()
         self._store, self._sends = store, rank == 0
-        if transport.polled and not self._sends:
-            self.watch = sender_watch(store)
-        store = dist.PrefixStore("weight_sync", store)
+        self.watch: Callable[[], None] | None = None if self._sends else sender_watch(store)
+        store = dist.PrefixStore(f"weight_sync/{link.stream}", store)
         self._group: Any = transport.open_group(store, link.address, rank, link.world_size, link.timeout_s)
 
     def send(self, frame: Tensor) -> Callable[[], Tensor]:
@@ -315,9 +319,8 @@ class BroadcastEnd:
 
     def _wait(self, work: dist.Work, frame: Tensor) -> Tensor:
         """The frame, when it may be used again (sender) or read (receiver). Raises WeightTransferFailed."""
-        if self.watch is not None or self._transport.polled:
-            late = f"a bucket was not through after {self._timeout_s:g} s"
-            wait_until(work.is_completed, self.watch, self._timeout_s, lambda: late)
+        late = f"a bucket was not through after {self._timeout_s:g} s"
+        wait_until(work.is_completed, self.watch, self._timeout_s, lambda: late)
         try:
             work.wait()
         except RuntimeError as error:

@@ -72,7 +72,7 @@ class CudaIpc(Transport):
 
     # ---- the transport ----------------------------------------------------------------------------------------------
 
-    def staging(self, plan: BucketPlan, exporting: Sequence[int], timeout_s: float) -> Relay:
+    def staging(self, plan: BucketPlan, streams: Sequence[Sequence[int]], timeout_s: float) -> Relay:
         return Relay(plan, self, timeout_s)
 
     def worker_violation(self, handles: dict[str, Any]) -> str | None:

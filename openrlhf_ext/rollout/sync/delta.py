@@ -3,13 +3,13 @@ weights keep most of their bits (docs/weight_sync.md has measured shares)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from openrlhf_ext.rollout.sync.base import WeightSyncError
-from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, BucketPlan
+from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, Bucket
 
 _SPAN = 1 << 16
 """Entries that share the upper bits of their positions, of which only the lower 16 travel."""
@@ -53,8 +53,8 @@ def _spans(content: Tensor) -> int:
 
 
 class Sent:
-    """A sender's copy of what its engines hold, in host memory, and the frames that bring them the next update. In
-    `send_stream` it takes the place of a transport.
+    """A sender's copy of what engines hold of its stream, in host memory, and the frames that bring them the next
+    update. In `send_stream` it takes the place of a transport.
 
     Attributes:
         version: the update that every engine has completed; None: not known, so that the next one is whole.
@@ -63,10 +63,10 @@ class Sent:
 
     watch: Callable[[], None] | None = None
 
-    def __init__(self, plan: BucketPlan) -> None:
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.version: int | None = None
         self.frames: list[Tensor] = []
-        self._copies = [torch.zeros(bucket.frame_bytes, dtype=torch.uint8) for bucket in plan.buckets]
+        self._copies = [torch.zeros(bucket.frame_bytes, dtype=torch.uint8) for bucket in buckets]
 
     def begin(self) -> None:
         """What `send` is given next is the first bucket of an update."""

@@ -1,5 +1,6 @@
-"""Weight sync over gloo: on every device, through host memory. Where the policy's ranks that hold the weights run on
-one host, rank 0's staging buffers are shared memory, and every rank puts its own part of a bucket into them."""
+"""Weight sync over gloo: on every device, through host memory, from several policy ranks at a time. Where the ranks of
+a stream run on one host, its sender's staging buffers are shared memory, and every rank puts its own part of a bucket
+into them."""
 
 from __future__ import annotations
 
@@ -24,13 +25,18 @@ logger = logging.getLogger(__name__)
 
 
 class Gloo(BroadcastTransport):
-    def staging(self, plan: BucketPlan, exporting: Sequence[int], timeout_s: float) -> Staging:
-        """Memory that all exporting ranks see if they are on one host, rank 0's own otherwise."""
-        if len(exporting) > 1:
-            group = dist.new_group(list(exporting), timeout=timedelta(seconds=timeout_s), backend="gloo")
-            if dist.get_rank() in exporting and (buffers := _share_buffers(plan, group)) is not None:
-                return SharedStaging(buffers, group)
-        return super().staging(plan, exporting, timeout_s)
+    most_streams = 8
+    """A worker has a connection to every other and a buffer for each stream."""
+
+    def staging(self, plan: BucketPlan, streams: Sequence[Sequence[int]], timeout_s: float) -> Staging:
+        """Memory that all ranks of a stream see if they are on one host, its sender's own otherwise."""
+        shared: Staging | None = None
+        for ranks in streams:
+            if len(ranks) > 1:  # every rank has to take part in making a group
+                group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo")
+                if dist.get_rank() in ranks and (buffers := _share_buffers(plan, group, ranks[0])) is not None:
+                    shared = SharedStaging(buffers, group)
+        return shared or super().staging(plan, streams, timeout_s)
 
     def open_group(self, store: dist.Store, address: str, rank: int, world_size: int, timeout_s: float) -> Any:
         kind: Any = ProcessGroupGloo  # its options are in no type stub
@@ -41,8 +47,8 @@ class Gloo(BroadcastTransport):
 
 
 class SharedStaging(Staging):
-    """Buffers that every exporting rank sees. A rank writes to a buffer after the barrier of the bucket before; rank 0
-    enters that one when the buffer is free."""
+    """Buffers that every rank of a stream sees. A rank writes to a buffer after the barrier of the bucket before; the
+    sender enters that one when the buffer is free."""
 
     shared = True
 
@@ -54,13 +60,13 @@ class SharedStaging(Staging):
         dist.barrier(group=self._group)
 
 
-def _share_buffers(plan: BucketPlan, group: dist.ProcessGroup) -> tuple[Tensor, Tensor] | None:
-    """Rank 0's buffers on every rank of the group; None if they are not all on one host, or cannot share memory."""
-    made = [HostMemory.create(plan.largest_frame) for _ in range(2)] if dist.get_rank() == 0 else []
+def _share_buffers(plan: BucketPlan, group: dist.ProcessGroup, sender: int) -> tuple[Tensor, Tensor] | None:
+    """The sender's buffers on every rank of the group; None if they are not all on one host, or cannot share memory."""
+    made = [HostMemory.create(plan.largest_frame) for _ in range(2)] if dist.get_rank() == sender else []
     handles = [[memory.handle for memory in made]]
-    dist.broadcast_object_list(handles, src=0, group=group)
+    dist.broadcast_object_list(handles, src=sender, group=group)
     opened, problem = made, None
-    if dist.get_rank() != 0:
+    if dist.get_rank() != sender:
         try:
             opened = [HostMemory.open(handle) for handle in handles[0]]
         except OSError as error:
@@ -70,7 +76,7 @@ def _share_buffers(plan: BucketPlan, group: dist.ProcessGroup) -> tuple[Tensor, 
     for memory in made:
         memory.close()
     if any(problems):
-        if dist.get_rank() == 0:
+        if dist.get_rank() == sender:
             logger.info("weights are gathered by messages, not in shared memory: %s", list(filter(None, problems)))
         return None
     return opened[0].tensor, opened[1].tensor

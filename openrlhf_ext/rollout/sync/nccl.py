@@ -18,8 +18,6 @@ _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 class Nccl(BroadcastTransport):
     needs_gpu = True
-    polled = True
-    """`Work.wait` only makes the current stream wait; and the deadline has to be ours, see `open_group`."""
 
     @property
     def device(self) -> torch.device:

@@ -1,6 +1,6 @@
-"""Which bytes of which tensor travel in which bucket, and sums of the bits that prove that they arrived. A plan is
-built once, from the static list of tensors that the policy exports, and is shipped to the engines when the group is
-connected. After that no metadata travels: one collective per bucket."""
+"""Which bytes of which tensor travel in which bucket, from which sender, and sums of the bits that prove that they
+arrived. A plan is built once, from the static list of tensors that the policy exports, and is shipped to the engines
+when the groups are connected. After that no metadata travels: one collective per bucket."""
 
 from __future__ import annotations
 
@@ -67,11 +67,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Rows that travel together, in the order of the plan; ``nbytes`` includes alignment gaps."""
+    """Rows that travel together, in the order of the plan; ``nbytes`` includes alignment gaps. It is number ``turn`` of
+    those of its ``stream``, and number ``index`` of all."""
 
     index: int
     slots: tuple[Slot, ...]
     nbytes: int
+    stream: int = 0
+    turn: int = 0
 
     @property
     def frame_bytes(self) -> int:
@@ -80,35 +83,55 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Every tensor of a model, once, packed in order into buckets. A tensor larger than ``bucket_bytes`` travels in
-    pieces of whole rows; only a row that is larger by itself has a larger bucket, of its own."""
+    """Every tensor of a model, once, packed in order into the buckets of its stream, which one sender sends. A tensor
+    larger than a bucket travels in pieces of whole rows; only a row that is larger by itself has a larger bucket, of
+    its own. ``streams``: the stream of every tensor, counted from 0."""
 
     tensors: tuple[Spec, ...]
     buckets: tuple[Bucket, ...]
     bucket_bytes: int
+    streams: tuple[int, ...]
 
     @classmethod
-    def build(cls, tensors: Iterable[Spec], bucket_bytes: int) -> BucketPlan:
-        """Pack the tensors, in their order, into buckets of at most `bucket_bytes`. The first three are smaller, an
-        eighth, a quarter and half of that: nothing is sent before the first is filled."""
+    def build(cls, tensors: Iterable[Spec], bucket_bytes: int, streams: Sequence[int] | None = None) -> BucketPlan:
+        """Pack the tensors, in their order, into buckets of at most `bucket_bytes`, which the streams share: an engine
+        worker receives from all of them at a time, and takes their buckets in turns. Only a tensor that is larger than
+        such a share, by itself in its bucket, takes up to all: in pieces the worker would have to copy it. The first
+        three of a stream are smaller, an eighth, a quarter and half: nothing is sent before the first is filled."""
         tensors = tuple(tensors)
+        streams = (0,) * len(tensors) if streams is None else tuple(streams)
         _check(tensors, bucket_bytes)
-        groups = _split(tensors, bucket_bytes)
-        return cls(tensors, tuple(_bucket(index, group) for index, group in enumerate(groups)), bucket_bytes)
+        numbers = range(max(streams) + 1)
+        size = max(1, bucket_bytes // len(numbers))
+        packed = []
+        for stream in numbers:
+            own = [spec for spec, number in zip(tensors, streams, strict=True) if number == stream]
+            packed += [(turn, stream, pieces) for turn, pieces in enumerate(_split(own, bucket_bytes, size))]
+        packed.sort(key=lambda group: group[:2])
+        buckets = tuple(_bucket(index, *group) for index, group in enumerate(packed))
+        return cls(tensors, buckets, bucket_bytes, streams)
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> BucketPlan:
         tensors = [(name, tuple(shape), getattr(torch, dtype)) for name, shape, dtype in wire["tensors"]]
-        return cls.build(tensors, wire["bucket_bytes"])
+        return cls.build(tensors, wire["bucket_bytes"], wire["streams"])
 
     def to_wire(self) -> dict[str, Any]:
         """Strings and numbers, for ways that carry nothing else (vLLM's worker calls)."""
         rows = [(name, list(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in self.tensors]
-        return {"tensors": rows, "bucket_bytes": self.bucket_bytes}
+        return {"tensors": rows, "bucket_bytes": self.bucket_bytes, "streams": list(self.streams)}
+
+    def of_stream(self, stream: int | None) -> tuple[Bucket, ...]:
+        """The buckets of one sender, in order; of None: none."""
+        return tuple(bucket for bucket in self.buckets if bucket.stream == stream)
 
     @property
     def payload_bytes(self) -> int:
         return sum(_nbytes(shape, dtype) for _, shape, dtype in self.tensors)
+
+    @property
+    def stream_count(self) -> int:
+        return max(self.streams) + 1
 
     @property
     def largest_frame(self) -> int:
@@ -116,8 +139,8 @@ class BucketPlan:
 
     @cached_property
     def fingerprint(self) -> int:
-        """63-bit number that differs when names, shapes, dtypes, order or packing differ."""
-        places = [(bucket.index, slot) for bucket in self.buckets for slot in bucket.slots]
+        """63-bit number that differs when names, shapes, dtypes, order, streams or packing differ."""
+        places = [((bucket.index, bucket.stream), slot) for bucket in self.buckets for slot in bucket.slots]
         text = repr([(i, s.offset, s.name, s.shape, s.start, s.stop, str(s.dtype)) for i, s in places])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -165,11 +188,11 @@ def _pieces(spec: Spec, bucket_bytes: int) -> Iterator[_Piece]:
         yield _Piece(spec, start, min(start + at_once, rows))
 
 
-def _split(tensors: Sequence[Spec], bucket_bytes: int) -> Iterator[list[_Piece]]:
+def _split(tensors: Sequence[Spec], bucket_bytes: int, share: int) -> Iterator[list[_Piece]]:
     group: list[_Piece] = []
     used = index = 0
     for piece in (piece for spec in tensors for piece in _pieces(spec, bucket_bytes)):
-        if group and used + piece.aligned_bytes > bucket_bytes >> max(0, _SMALLER_BUCKETS - index):
+        if group and used + piece.aligned_bytes > share >> max(0, _SMALLER_BUCKETS - index):
             yield group
             group, used, index = [], 0, index + 1
         group.append(piece)
@@ -177,13 +200,13 @@ def _split(tensors: Sequence[Spec], bucket_bytes: int) -> Iterator[list[_Piece]]
     yield group
 
 
-def _bucket(index: int, pieces: Sequence[_Piece]) -> Bucket:
+def _bucket(index: int, turn: int, stream: int, pieces: Sequence[_Piece]) -> Bucket:
     slots = []
     offset = 0
     for piece in pieces:
         slots.append(Slot(*piece.spec, piece.start, piece.stop, offset))
         offset += piece.aligned_bytes
-    return Bucket(index, tuple(slots), offset)
+    return Bucket(index, tuple(slots), offset, stream, turn)
 
 
 class WeightSyncMismatch(RuntimeError):
@@ -245,8 +268,9 @@ class SentSums:
             self._sums[slot.name] = self._sums[slot.name] + part if slot.name in self._sums else part
 
     def take(self) -> list[int]:
-        """The sum of every tensor, in the plan's order."""
-        return torch.stack([self._sums[name] for name in self._names]).tolist()
+        """The sum of every tensor, in the plan's order; 0 of those that other senders have sent."""
+        nothing = torch.zeros_like(next(iter(self._sums.values())))
+        return torch.stack([self._sums.get(name, nothing) for name in self._names]).tolist()
 
 
 def together(load_s: Iterable[float], workers: Sequence[Sequence[tuple[int, int, bool]]]) -> Receipt:

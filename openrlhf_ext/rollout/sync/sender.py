@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch import Tensor
 
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import (
@@ -29,11 +27,13 @@ from openrlhf_ext.rollout.sync.base import (
     WeightSyncTimeout,
     WeightTransferFailed,
     announce_leaving,
+    reach_store,
+    sender_watch,
     while_watching,
 )
 from openrlhf_ext.rollout.sync.delta import Sent
-from openrlhf_ext.rollout.sync.plan import BucketPlan, Receipt, check_receipts
-from openrlhf_ext.rollout.sync.stream import Fill, let_others_end, send_stream
+from openrlhf_ext.rollout.sync.plan import BucketPlan, Receipt, WeightSyncMismatch, check_receipts
+from openrlhf_ext.rollout.sync.stream import Fill, follow_stream, let_others_end, send_stream
 from openrlhf_ext.stores import open_store
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,9 @@ class SendReport:
 
 
 class WeightSender:
-    """Sends one policy's weights to all engines, from policy rank 0; connecting, and one whole update, are limited."""
+    """One policy rank's part in sending the weights to all engines: rank 0 calls these and hears what they hold, the
+    first rank of every stream sends it, the others of a stream give that one their parts. Connecting, and one whole
+    update, are limited."""
 
     def __init__(
         self,
@@ -153,8 +155,11 @@ class WeightSender:
         tensor_parallel_size: int,
         timeout_s: float,
         delta: bool = False,
+        stream: int | None = 0,
+        sends: bool = True,
     ) -> None:
-        """``delta``: after a first whole update, only what has changed in 16-bit weights travels."""
+        """``delta``: after a first whole update, only what has changed in 16-bit weights travels. ``stream``: in which
+        this rank takes part, None: in none; ``sends``: it is the first of it."""
         if not engines:
             raise ValueError("a weight sender needs at least one engine, got none")
         self._name, self._transport = transport, find_transport(transport)
@@ -163,88 +168,184 @@ class WeightSender:
         self._workers_per_engine = tensor_parallel_size
         self._timeout_s = timeout_s
         self._told = False
-        self._sent = Sent(plan) if delta else None
+        self._stream, self._sends = stream, sends
+        self._buckets = plan.of_stream(stream)
+        self.delta = delta
+        self._sent = Sent(self._buckets) if delta and sends else None
+        self._sums: list[int] = []
+        self._calls: EngineCalls | None = None
+        self._has_left: Callable[[], None] | None = None
+        self.connected = False
         self.end: SendingEnd | None = None
 
-    @property
-    def connected(self) -> bool:
-        return self.end is not None
+    # ---- connecting
 
     def connect(self) -> None:
-        """Needed once, and again after any failure but one of the export. Raises EnginesAtFault."""
+        """Of a policy of one rank: `meet` and `join`."""
+        self.join(self.meet())
+
+    def meet(self) -> Link:
+        """On rank 0: returns when every engine worker waits to join. Raises EnginesAtFault."""
         self.close()
         address = _own_address()
-        store = open_store(address, timedelta(seconds=self._timeout_s))
-        links = [self._link(index, address, store.port) for index in range(len(self._engines))]
-        what = f"joining the weight-sync group at {address}:{store.port}"
+        self._store = open_store(address, timedelta(seconds=self._timeout_s))
+        links = [self._link(index, address, self._store.port) for index in range(len(self._engines))]
+        what = f"joining the weight-sync group at {address}:{self._store.port}"
         arguments = [(self._plan, link) for link in links]
-        calls = EngineCalls.start(self._engines, "connect_weight_sync", arguments, what, self._timeout_s)
-        _await_receivers(store, links[0].world_size, calls)
+        self._calls = EngineCalls.start(self._engines, "connect_weight_sync", arguments, what, self._timeout_s)
+        _await_receivers(self._store, links[0].world_size, self._calls)
+        return links[0]
+
+    def join(self, link: Link) -> None:
+        """On every rank at the same time. Raises EnginesAtFault, WeightTransferFailed."""
+        self.connected = True
+        if not self._sends:
+            return
+        own = replace(link, stream=self._stream or 0)
+        if self._calls is None:
+            self._store = reach_store(link)
+        self._has_left = has_left = sender_watch(self._store)
         try:
-            end = while_watching(
-                lambda: self._transport.open_sender(store, links[0], self._staging), calls.check,
-                self._timeout_s, lambda: f"{what} took longer than {self._timeout_s:g} s",
+            self.end = while_watching(
+                lambda: self._transport.open_sender(self._store, own, self._staging),
+                has_left if self._calls is None else self._calls.check, self._timeout_s,
+                lambda: f"joining the weight-sync group at {link.address}:{link.port} took longer than "
+                f"{self._timeout_s:g} s",
             )  # fmt: skip
-            calls.finish()
+            if self._calls is not None:
+                self._calls.finish()
+                logger.info(
+                    "weight sync over %s: %d ranks in each of %d groups, %d buckets", self._name, link.world_size,
+                    self._plan.stream_count, len(self._plan.buckets),
+                )  # fmt: skip
         except Exception:
-            announce_leaving(store)  # else the engines that are well wait for the others until their deadline
+            announce_leaving(self._store)  # else the engines that are well wait for the others until their deadline
+            self.close()
             raise
-        self.end = end
-        logger.info(
-            "weight sync over %s: %d ranks, %d buckets", self._name, links[0].world_size, len(self._plan.buckets)
-        )
 
     def _link(self, engine: int, address: str, port: int) -> Link:
         world_size = 1 + len(self._engines) * self._workers_per_engine
         first_rank = 1 + engine * self._workers_per_engine
         return Link(self._name, address, port, first_rank, world_size, self._timeout_s, self._staging.handles,
-            self._sent is not None)  # fmt: skip
+            self.delta)  # fmt: skip
+
+    def _watch(self, what: str) -> Callable[[], None]:
+        """Raises what explains that a transfer never ends."""
+        start = time.monotonic()
+
+        def watch() -> None:
+            if self._calls is not None:
+                self._calls.watch()
+            if self._has_left is not None:
+                self._has_left()
+            if time.monotonic() - start > self._timeout_s:
+                raise WeightTransferFailed(f"{what} took longer than {self._timeout_s:g} s")
+
+        return watch
+
+    # ---- one update
 
     def send(self, fill: Fill, version: int) -> SendReport:
-        """Replace the weights of every engine by what `fill` puts into the buckets, while the other policy ranks run
-        `follow_stream`. Raises EnginesAtFault; WeightTransferFailed; WeightSyncMismatch; what `fill` raised: the
-        engines then refuse to generate until a later update succeeds, which needs no new `connect`."""
-        if self.end is None:
-            let_others_end(self._plan, self._staging, fill)
-            raise WeightSyncError("the weight sender is not connected: call connect() first, and again after a failure")
-        start = time.monotonic()
-        what = f"receiving weights of version {version}"
-        stream = partial(send_stream, self.end, self._plan, self._staging, fill, version, self._workers_per_engine)
-        arguments: tuple = (version,)
-        nbytes = self._plan.payload_bytes
-        if self._sent is not None:  # a failure of the export is raised here: no engine has begun
-            frames, sums_of_frames = self._take(self._sent, fill, version)
-            stream = partial(_send_frames, self.end, frames, sums_of_frames)
-            arguments = (version, [len(frame) for frame in frames])
-            nbytes = sum(map(len, frames))
-        calls = EngineCalls.start(
-            self._engines, "receive_weights", [arguments] * len(self._engines), what, self._timeout_s
-        )
-        self.end.watch = calls.watch
+        """Of a policy of one rank: replace the weights of every engine by what `fill` puts into the buckets. Raises
+        EnginesAtFault; WeightTransferFailed; WeightSyncMismatch; what `fill` raised. The engines then refuse to
+        generate until a later update succeeds, which needs a new `connect`."""
         try:
-            sums = stream()
-            receipts: list[Receipt] = calls.finish()
-        except EnginesAtFault:
+            try:
+                self.begin(version, self.prepare(fill, version))
+                report = self.finish(version, self.stream(fill, version))
+            except Exception as error:
+                self.explain(error)
+        except Exception:
             self.close()
             raise
-        except WeightTransferFailed as error:
+        self.keep(version)
+        return report
+
+    def prepare(self, fill: Fill, version: int) -> list[int]:
+        """The sizes of this rank's frames by their numbers in the plan, if they may be of what changed: they are made
+        now, and what fails has reached no engine."""
+        if not self.delta:
+            return []
+        sizes = [0] * len(self._plan.buckets)
+        if self._sent is None:
+            follow_stream(self._buckets, self._staging, fill)
+            return sizes
+        if not self.connected:
+            let_others_end(self._buckets, self._staging, fill)
+            raise _not_connected()
+        self._sent.begin()
+        self._sums = send_stream(
+            self._sent, self._plan, self._staging, fill, version, self._workers_per_engine, self._stream or 0
+        )
+        for bucket, frame in zip(self._buckets, self._sent.frames, strict=True):
+            sizes[bucket.index] = len(frame)
+        return sizes
+
+    def begin(self, version: int, sizes: Sequence[int] = ()) -> None:
+        """On rank 0: have the engines receive."""
+        self._calls = None
+        if not self.connected:
+            return
+        self._start = time.monotonic()
+        self._nbytes = sum(sizes) or self._plan.payload_bytes
+        arguments = (version, list(sizes)) if sizes else (version,)
+        self._calls = EngineCalls.start(
+            self._engines, "receive_weights", [arguments] * len(self._engines),
+            f"receiving weights of version {version}", self._timeout_s,
+        )  # fmt: skip
+
+    def stream(self, fill: Fill, version: int) -> list[int]:
+        """This rank's stream: sums of what it has sent, in the plan's order. Whoever fails lets the others know."""
+        nothing = [0] * len(self._plan.tensors)
+        if not self._sends:
+            if not self.delta:
+                follow_stream(self._buckets, self._staging, fill)
+            return nothing
+        if self.end is None:
+            let_others_end(self._buckets, self._staging, fill)
+            raise _not_connected()
+        self.end.watch = self._watch(f"sending weights of version {version}")
+        try:
+            if self._sent is None:
+                return send_stream(
+                    self.end, self._plan, self._staging, fill, version, self._workers_per_engine, self._stream or 0
+                )
+            for frame in self._sent.frames:
+                self.end.send(frame)()
+            return self._sums
+        except (EnginesAtFault, WeightTransferFailed):
             self.close()
-            calls.explain(error)
-        except Exception:  # the tensors could not be made; the engines were told, the group is intact
-            self._let_refuse(calls)
             raise
+        except Exception:  # the tensors could not be made; engines that read this stream were told
+            announce_leaving(self._store)
+            raise
+
+    def finish(self, version: int, sums: list[int]) -> SendReport:
+        """On rank 0, with the sums of all: when all engines hold what was sent. Raises EnginesAtFault;
+        WeightSyncMismatch."""
+        assert self._calls is not None, "an update has begun"
+        receipts: list[Receipt] = self._calls.finish()
         check_receipts(self._plan, sums, receipts, version)
         self._tell_once(receipts)
+        load_s = max(receipt.load_s for receipt in receipts)
+        return SendReport(time.monotonic() - self._start, self._nbytes, load_s, sums)
+
+    def keep(self, version: int) -> None:
+        """All engines hold this version."""
         if self._sent is not None:
             self._sent.version = version
-        load_s = max(receipt.load_s for receipt in receipts)
-        return SendReport(time.monotonic() - start, nbytes, load_s, sums)
 
-    def _take(self, sent: Sent, fill: Fill, version: int) -> tuple[list[Tensor], list[int]]:
-        """The frames of an update against what the engines hold, and the sums of the whole tensors."""
-        sent.begin()
-        sums = send_stream(sent, self._plan, self._staging, fill, version, self._workers_per_engine)
-        return sent.frames, sums
+    def explain(self, error: Exception) -> NoReturn:
+        """On rank 0: raise what lies behind a sender's error, when the engines have heard that the update is void."""
+        if self._calls is not None and isinstance(error, WeightTransferFailed):
+            self.close()
+            self._calls.explain(error)
+        if self._calls is not None and not isinstance(error, EnginesAtFault | WeightSyncMismatch):
+            try:
+                self._calls.settle()
+            except EnginesAtFault as other:
+                logger.error("while giving up a weight update: %s", other)
+        raise error
 
     def _tell_once(self, receipts: Sequence[Receipt]) -> None:
         if not self._told:
@@ -255,17 +356,8 @@ class WeightSender:
             )  # fmt: skip
             self._told = True
 
-    def _let_refuse(self, calls: EngineCalls) -> None:
-        """Wait until the engines have heard that this update is void; those that have not cannot stay in the group."""
-        try:
-            settled = calls.settle()
-        except EnginesAtFault as error:
-            logger.error("while giving up a weight update: %s", error)
-            settled = False
-        if not settled:
-            self.close()
-
     def close(self) -> None:
+        self.connected, self._has_left = False, None  # a connection: it would hold up those to the next store
         if self.end is not None:
             self.end.close()
             self.end = None
@@ -273,10 +365,8 @@ class WeightSender:
             self._sent.close()
 
 
-def _send_frames(end: SendingEnd, frames: Sequence[Tensor], sums: list[int]) -> list[int]:
-    for frame in frames:
-        end.send(frame)()
-    return sums
+def _not_connected() -> WeightSyncError:
+    return WeightSyncError("the weight sender is not connected: call connect() first, and again after a failure")
 
 
 def _await_receivers(store: dist.TCPStore, world_size: int, calls: EngineCalls) -> None:

@@ -1,11 +1,13 @@
 """One weight update as a sequence of frames, the same for every transport. A frame is a bucket behind a 64-byte header,
 so that each bucket is one transfer and still carries what lets a receiver refuse it: plan, version, position, and
-whether the sender has given up, so that the group stays usable."""
+whether the sender has given up."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,16 +36,18 @@ the bucket's size. Without ``content`` it only does what other ranks wait for.""
 
 
 def send_stream(
-    end: SendingEnd, plan: BucketPlan, staging: Staging, fill: Fill, version: int, workers: int = 1
+    end: SendingEnd, plan: BucketPlan, staging: Staging, fill: Fill, version: int, workers: int = 1, stream: int = 0
 ) -> list[int]:
-    """Send all buckets of the plan, on rank 0; filling of one overlaps the sending of the one before. Returns the
-    checksum of every tensor, in the plan's order. When ``fill`` raises, the receivers have been told to refuse the
-    update; its frame may still be under way: ``staging`` is free once they have answered."""
+    """Send all buckets of a stream, on its sender; filling of one overlaps the sending of the one before. Returns the
+    checksum of every tensor, in the plan's order, 0 for those of other streams. When ``fill`` raises, the receivers
+    have been told to refuse the update; its frame may still be under way: ``staging`` is free once they have
+    answered."""
+    buckets = plan.of_stream(stream)
     filled = completed = 0
     sums = SentSums(plan, workers)
     wait: Callable[[], object] | None = None
     try:
-        for bucket in plan.buckets:
+        for bucket in buckets:
             frame = staging.frame(bucket)
             filled += 1
             failure = _failure(fill, bucket, frame[HEADER_BYTES:])
@@ -60,21 +64,23 @@ def send_stream(
             wait()
         return sums.take()
     finally:
-        let_others_end(plan, staging, fill, filled, completed)
+        let_others_end(buckets, staging, fill, filled, completed)
 
 
-def let_others_end(plan: BucketPlan, staging: Staging, fill: Fill, filled: int = 0, completed: int = 0) -> None:
-    """Rank 0's part in the buckets that it does not send."""
-    for bucket in plan.buckets[completed:]:
-        if bucket.index >= filled:
+def let_others_end(
+    buckets: Sequence[Bucket], staging: Staging, fill: Fill, filled: int = 0, completed: int = 0
+) -> None:
+    """The sender's part in the buckets of its stream that it does not send."""
+    for bucket in buckets[completed:]:
+        if bucket.turn >= filled:
             fill(bucket, None)
         staging.complete(bucket)
 
 
-def follow_stream(plan: BucketPlan, staging: Staging, fill: Fill) -> None:
+def follow_stream(buckets: Sequence[Bucket], staging: Staging, fill: Fill) -> None:
     """The part of a rank that does not send; a failure is raised when no other rank waits for this one any more."""
     failure: Exception | None = None
-    for bucket in plan.buckets:
+    for bucket in buckets:
         failure = failure or _failure(fill, bucket, staging.content(bucket))
         staging.complete(bucket)
     if failure is not None:
@@ -91,52 +97,60 @@ def _failure(fill: Fill, bucket: Bucket, content: Tensor | None) -> Exception | 
 
 
 class WeightReceiver:
-    """An engine worker's end of updates. A frame's memory is not used again as long as a tensor of it is there: vLLM's
-    layerwise reload keeps the tensors of a layer until the layer is complete."""
+    """An engine worker's ends of updates, one for each stream of the plan. A frame's memory is not used again as long
+    as a tensor of it is there: vLLM's layerwise reload keeps the tensors of a layer until the layer is complete."""
 
-    def __init__(self, end: ReceivingEnd, plan: BucketPlan, keeps: bool = False) -> None:
+    def __init__(self, ends: Sequence[ReceivingEnd], plan: BucketPlan, keeps: bool = False) -> None:
         """``keeps``: a copy of all buckets, for updates of what has changed."""
-        self.end = end
+        self.ends = ends
         self._received = Received() if keeps else None
         self._plan = plan
         self.waited_s = 0.0
-        self._unfinished = torch.empty(0)
+        self._unfinished: dict[str, Tensor] = {}
 
     @classmethod
     def connect(cls, plan: BucketPlan, link: Link, worker: int) -> WeightReceiver:
-        """Join the sender's group as the engine's worker number `worker`. Raises WeightSyncError."""
+        """Join the groups of all senders as the engine's worker number `worker`. Raises WeightSyncError."""
         transport = find_transport(link.transport)
         if (violation := transport.worker_violation(link.handles)) is not None:
             raise WeightSyncError(violation)
         rank = link.first_rank + worker
         store = join(link, rank)
         late = f"not all {link.world_size} ranks had joined the weight-sync group after {link.timeout_s:g} s"
-        end = while_watching(
-            lambda: transport.open_receiver(store, link, rank), sender_watch(store), link.timeout_s, lambda: late
-        )
-        return cls(end, plan, link.keeps)
+        links = [replace(link, stream=stream) for stream in range(plan.stream_count)]
+
+        def open_all() -> list[ReceivingEnd]:
+            return [transport.open_receiver(store, each, rank) for each in links]
+
+        ends = while_watching(open_all, sender_watch(store), link.timeout_s, lambda: late)
+        return cls(ends, plan, link.keeps)
 
     def receive(self, version: int, sizes: Sequence[int] = ()) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(name, tensor)` of all tensors. ``sizes``: bytes of the frames, if they may be of changes. Raises
-        WeightStreamAborted, WeightSyncError."""
+        """Yield `(name, tensor)` of all tensors, in the order of the buckets; one of every stream is under way.
+        ``sizes``: bytes of the frames, if they may be of changes. Raises WeightStreamAborted, WeightSyncError."""
         self.waited_s = 0.0
-        buckets, received = self._plan.buckets, self._received
+        self._unfinished.clear()
+        received = self._received
         if received is not None:
             received.begin()
-        sizes = sizes or [bucket.frame_bytes for bucket in buckets]
-        wait = self.end.receive(sizes[0])
-        for bucket in buckets:
+        sizes = sizes or [bucket.frame_bytes for bucket in self._plan.buckets]
+        following = [iter(self._plan.of_stream(stream)) for stream in range(len(self.ends))]
+        waits = {stream: self._begin(next(buckets), sizes) for stream, buckets in enumerate(following)}
+        for bucket in self._plan.buckets:
             start = time.monotonic()
-            frame = wait()
+            frame = waits.pop(bucket.stream)()
             self.waited_s += time.monotonic() - start
             _check_header(frame, self._plan, version, bucket.index)
-            if bucket is not buckets[-1]:
-                wait = self.end.receive(sizes[bucket.index + 1])
+            if (later := next(following[bucket.stream], None)) is not None:
+                waits[bucket.stream] = self._begin(later, sizes)
             content = frame[HEADER_BYTES:] if received is None else received.update(bucket.index, frame)
             del frame
             yield from self._whole_tensors(bucket, content)
         if received is not None:
             received.version = version
+
+    def _begin(self, bucket: Bucket, sizes: Sequence[int]) -> Callable[[], Tensor]:
+        return self.ends[bucket.stream].receive(sizes[bucket.index])
 
     def _whole_tensors(self, bucket: Bucket, content: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The tensors that end in the bucket; what travels in pieces is put together."""
@@ -146,14 +160,14 @@ class WeightReceiver:
                 yield slot.name, rows
                 continue
             if slot.start == 0:
-                self._unfinished = rows.new_empty(slot.shape)
-            self._unfinished[slot.start : slot.stop] = rows
+                self._unfinished[slot.name] = rows.new_empty(slot.shape)
+            self._unfinished[slot.name][slot.start : slot.stop] = rows
             if slot.stop == slot.shape[0]:
-                whole, self._unfinished = self._unfinished, rows.new_empty(0)
-                yield slot.name, whole
+                yield slot.name, self._unfinished.pop(slot.name)
 
     def close(self) -> None:
-        self.end.close()
+        with ThreadPoolExecutor(len(self.ends)) as pool:  # leaving takes a while where a transfer hangs
+            list(pool.map(lambda end: end.close(), self.ends))
 
 
 def _stamp(frame: Tensor, plan: BucketPlan, version: int, index: int, status: int) -> None:
