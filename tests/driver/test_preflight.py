@@ -31,7 +31,8 @@ def task(tmp_path_factory) -> Task:
 
 
 def load(task: Task, *words: str):
-    return load_config([*task.options("out"), *words], more_rules=findings)
+    # the default: not every method here has a pass that it is the size of
+    return load_config([*task.options("out", rollout__micro_batch_size=1), *words], more_rules=findings)
 
 
 def problems(task: Task, *words: str) -> list[str]:
