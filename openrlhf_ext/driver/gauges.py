@@ -257,7 +257,7 @@ def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:
     if packed := sum(report.packed_tokens for report in reports):
         padding, repeated = (sum(map(attrgetter(name), reports)) for name in ("padding_tokens", "repeated_tokens"))
         gauges["packs/padding_fraction"] = padding / packed
-        gauges["packs/shared_fraction"] = repeated / (packed - padding + repeated)
+        gauges["packs/shared_fraction"] = repeated / max(1, packed - padding + repeated)  # 0 where all was padding
     if used := max(report.device_bytes for report in reports):
         gauges["memory/device_max_gib"] = used / 2**30
     return gauges | {

@@ -212,8 +212,9 @@ class Schedule:
         slots = PackShape(shape.context_parallel_size)  # sequences share what the end of a pack takes
         capacity = tokens * shape.context_parallel_size // shape.pack_unit * shape.pack_unit
         sizes = [slots.slots([length])[0] for length in batch.lengths_B.tolist()]
-        # attention keeps its input and output of whole sequences, less than a quarter of what a layer keeps of a token
-        return Sizes(sizes, (batch.prompts.tokens_B * 3 // 4).tolist(), max(capacity, shape.pack_unit))
+        # attention keeps its input and output of whole sequences: of what a layer keeps of a token less than a quarter,
+        # or less than half where it keeps nothing of the MLP (recompute_modules mlp)
+        return Sizes(sizes, (batch.prompts.tokens_B // 2).tolist(), max(capacity, shape.pack_unit))
 
     def _most(self, count: int) -> int:
         most = torch.tensor(count, device=self.device)

@@ -612,7 +612,7 @@ def host_memory(config: RunConfig, policy: TrainedModel) -> dict[str, int]:
         "states of sleeping ranks": per_node * moved if config.ds.enable_sleep else 0,
         "reference policy": per_node * fullest.weights if config.has_reference else 0,
         "moving average (fp32)": per_node * average if config.train.enable_ema else 0,
-        "copy of the weights in rank 0, to find changes": whole,
+        "copy of the weights in their senders, to find changes": whole,
         "copies of the weights in engines of a node": per_node * whole,
         "checkpoint on its way to disk": per_node * moved if config.ckpt.async_enable and config.ckpt.saves else 0,
     })  # fmt: skip
