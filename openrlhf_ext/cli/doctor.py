@@ -49,7 +49,6 @@ OLDEST_DRIVER = {13: 580, 12: 525}
 """By CUDA's major version: NVIDIA's table of minor-version compatibility."""
 _COMMAND_S = 30.0
 _IMPORT_S = 300.0  # of TransformerEngine, from shared storage that has not read it before
-_TOOLKIT = "/usr/local/cuda"
 _RAY_OF_RDT = (2, 56)
 
 
@@ -104,8 +103,8 @@ class GpuHost:
                 "needed: older ones give NaN with packed sequences and context parallelism on Hopper")  # fmt: skip
         if len(self.cudnn_libraries) > 1:
             yield (f"there are {len(self.cudnn_libraries)} cuDNNs ({', '.join(self.cudnn_libraries)}) and "
-                "TransformerEngine prefers that of the system to torch's: remove all but one, or unset CUDNN_HOME, "
-                "CUDNN_PATH, CUDA_HOME, CUDA_PATH or LD_LIBRARY_PATH, where it looks first")  # fmt: skip
+                "a process may load another than torch's: unset CUDNN_HOME, and take the others' folders out of "
+                "LD_LIBRARY_PATH")  # fmt: skip
         if self.compiler is None:
             yield "gcc is missing, Triton compiles a launcher with it on every node: install it"
         if self.python_header is None:
@@ -170,16 +169,14 @@ def _driver() -> str | None:
 
 
 def _cudnn_libraries() -> set[str]:
-    """Torch's own, and those where TransformerEngine 2.11 looks first (its common/__init__.py:301-332)."""
-    roots = [os.environ.get(name) for name in ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH")]
-    patterns = [f"{root}/**/libcudnn.so*" for root in (*roots, _TOOLKIT) if root]
+    """Torch's own, and those that come before it: for TransformerEngine CUDNN_HOME, which a run sets to torch's unless
+    it is set (``megatron.settings.training_environment``), for torch LD_LIBRARY_PATH."""
+    home = os.environ.get("CUDNN_HOME")
+    patterns = [f"{home}/**/libcudnn.so*"] if home else []
     patterns += [f"{folder}/libcudnn.so*" for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
     if (spec := find_spec("nvidia")) is not None:
         patterns += [f"{root}/*/lib/libcudnn.so*" for root in spec.submodule_search_locations or ()]
     found = [file for pattern in patterns for file in glob.glob(pattern, recursive=True) if "stub" not in file]
-    for line in _output("ldconfig", "-p").splitlines():
-        if line.strip().startswith("libcudnn.so"):
-            found.append(line.split("=>")[-1].strip())
     return {str(Path(file).resolve()) for file in found}
 
 

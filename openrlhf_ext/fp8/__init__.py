@@ -11,11 +11,12 @@ from pathlib import Path
 _USUAL = Path("/usr/local/cuda")
 
 
-def wheel_folder() -> Path | None:
-    """Where NVIDIA's wheels of CUDA 13 have put ``bin/nvcc`` and ``include``; None: they are not installed."""
+def wheel_folder(name: str = "cu13") -> Path | None:
+    """Where NVIDIA's wheels of CUDA 13 have put ``bin/nvcc`` and ``include``, or cuDNN's (``cudnn``) its ``lib``; None: they
+    are not installed."""
     spec = find_spec("nvidia")
     roots = [] if spec is None else list(spec.submodule_search_locations or ())
-    return next((folder for root in roots if (folder := Path(root) / "cu13").is_dir()), None)
+    return next((folder for root in roots if (folder := Path(root) / name).is_dir()), None)
 
 
 def cuda_home() -> Path | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from openrlhf_ext.fp8 import wheel_folder
 from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.layers.fp8 import FP8Layers
 from openrlhf_ext.megatron.layout import ParallelLayout
@@ -48,6 +50,10 @@ def row_costs(shape: ModelShape, megatron: Megatron, layout: ParallelLayout) -> 
 def training_environment(config: Any) -> dict[str, str]:
     """What a training process must find in its environment before its layers are imported, of a ``RunConfig``."""
     env: dict[str, str] = {}
+    if (cudnn := wheel_folder("cudnn")) is not None:
+        # TransformerEngine 2.11 takes a cuDNN of the CUDA toolkit before torch's own (its common/__init__.py:296-307):
+        # torch then refuses to use any (seen on an H200: 9.14 in /usr/local/cuda, 9.19 in torch's wheel)
+        env["CUDNN_HOME"] = os.environ.get("CUDNN_HOME", str(cudnn))
     if config.train.full_determinism_enable:
         env["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # read by TransformerEngine's attention
     for converter in layer_converters(config):

@@ -42,6 +42,11 @@ if [[ -z "${NVTE_CUDA_INCLUDE_DIR:-}" ]]; then
     NVTE_CUDA_INCLUDE_DIR="$("$python" -c 'from openrlhf_ext.fp8 import wheel_folder as f; print(f() / "include" if f() else "")')"
     if [[ -n "$NVTE_CUDA_INCLUDE_DIR" ]]; then export NVTE_CUDA_INCLUDE_DIR; fi
 fi
+# it would take a cuDNN of the CUDA toolkit before torch's (megatron.settings.training_environment)
+if [[ -z "${CUDNN_HOME:-}" ]]; then
+    CUDNN_HOME="$("$python" -c 'from openrlhf_ext.fp8 import wheel_folder as f; print(f("cudnn") or "")')"
+    if [[ -n "$CUDNN_HOME" ]]; then export CUDNN_HOME; fi
+fi
 # one thread for each process: those of a check share the cores
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
