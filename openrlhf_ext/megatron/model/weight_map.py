@@ -22,6 +22,42 @@ def value_head_rule(shape: ModelShape) -> Rule:
     return Rule(shape.family.output_rule.parameter, (f"{shape.value_head}.weight",), "replicated", ("one",), "hidden")
 
 
+# ---- adapters -------------------------------------------------------------------------------------------------------
+
+
+def module_name(hf_name: str) -> str:
+    """What peft's target_modules call the module of a weight: ``q_proj``."""
+    return hf_name.split(".")[-2]
+
+
+def targeted(rule: Rule, targets: Collection[str]) -> list[int]:
+    """Which of the Hugging Face tensors of a linear's weight have an adapter."""
+    if rule.columns is None or not rule.parameter.startswith("decoder.layers.") or not rule.parameter.endswith("weight"):
+        return []
+    return [number for number, name in enumerate(rule.hf_names) if module_name(name) in targets]
+
+
+def adapter_rules(rules: Iterable[Rule], targets: Collection[str]) -> Iterator[Rule]:
+    """For every linear with an adapter how its two parameters (``layers.lora``) are made of peft's tensors."""
+    for rule in rules:
+        chosen = targeted(rule, targets)
+        if not chosen:
+            continue
+        a, b = (rule.parameter.removesuffix("weight") + name for name in ("lora_a", "lora_b"))
+        of_a, of_b = (
+            tuple(f"base_model.model.{name.removesuffix('weight')}{matrix}.weight" for name in rule.hf_names)
+            for matrix in ("lora_A", "lora_B")
+        )
+        if rule.split == "row":
+            yield replace(rule, parameter=a, hf_names=of_a, rows=("adapter",))
+            yield replace(rule, parameter=b, hf_names=of_b, split="replicated", columns="adapter")
+            continue
+        named = tuple(of_a[number] for number in chosen)
+        yield Rule(a, named, "replicated", ("adapter",) * len(named), rule.columns)
+        present = tuple(name if number in chosen else "" for number, name in enumerate(of_b))
+        yield replace(rule, parameter=b, hf_names=present, columns="adapter")
+
+
 def stage_rules(shape: ModelShape, layers: range, first: bool, last: bool) -> list[Rule]:
     """Rules of one model chunk that holds the global ``layers``; parameters named as in that chunk's model."""
     family = shape.family
