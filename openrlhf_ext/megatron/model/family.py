@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Split = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
-Size = Literal["one", "hidden", "ffn", "vocab", "head", "queries", "keys"]
-"""What a dimension counts: 1, or entries of hidden state, MLP, vocabulary, one head, all queries, all keys."""
+Size = Literal["one", "hidden", "ffn", "vocab", "head", "queries", "keys", "adapter"]
+"""What a dimension counts: 1, or entries of hidden state, MLP, vocabulary, one head, all queries, all keys, the rank of
+an adapter."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,9 @@ class Rule:
     ``split``: 'replicated' is whole on every tensor-parallel rank, 'row' cuts dimension 1, 'vocab' cuts dimension 0
     after padding, 'qkv' interleaves query, key and value per group and cuts dimension 0 (a rank may get part of a
     group: with fewer key-value heads than ranks Megatron gathers the projections), 'gate_up' cuts gate and up
-    separately and stacks the pieces. 'qkv' and 'gate_up' take one HF tensor for each part, or one of all parts stacked.
-    ``rows`` are those of each part, ``columns`` None of a vector.
+    separately and stacks the pieces. 'qkv' and 'gate_up' take one HF tensor for each part, or one of all parts stacked;
+    'replicated' stacks its tensors. ``rows`` are those of each part, ``columns`` None of a vector. A part whose name is
+    empty has no tensor, and is zero.
     """
 
     parameter: str

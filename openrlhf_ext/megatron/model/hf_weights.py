@@ -94,6 +94,8 @@ class Ownership:
             ranks = layout.ranks(stage=stage, context=context, replica=replica)
             given = {rank: placement(rule, shape, Shard(layout.place(rank).tensor, size)) for rank in ranks}
             for number, (name, whole) in enumerate(zip(rule.hf_names, hf_shapes(rule, shape), strict=True)):
+                if not name:
+                    continue  # a module without an adapter
                 found = {rank: tuple(p for p in pieces if p.tensor == number) for rank, pieces in given.items()}
                 slices = {rank: pieces for rank, pieces in found.items() if pieces}
                 stream = used.index((stage, copy)) if used else 0

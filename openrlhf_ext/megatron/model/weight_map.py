@@ -7,7 +7,7 @@ every element has exactly one place (``tools.plan``) all read the same runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -60,6 +60,9 @@ def adapter_rules(rules: Iterable[Rule], targets: Collection[str]) -> Iterator[R
 
 def stage_rules(shape: ModelShape, layers: range, first: bool, last: bool) -> list[Rule]:
     """Rules of one model chunk that holds the global ``layers``; parameters named as in that chunk's model."""
+    if shape.adapter_rank:
+        decoder = stage_rules(replace(shape, adapter_rank=0), layers, first=False, last=False)
+        return list(adapter_rules(decoder, shape.adapter_targets))
     family = shape.family
     rules = [family.embedding_rule] if first else []
     rules += [rule.at_layer(i, layer) for i, layer in enumerate(layers) for rule in family.layer_rules]
@@ -76,6 +79,10 @@ def stage_rules(shape: ModelShape, layers: range, first: bool, last: bool) -> li
 
 def owned_rules(shape: ModelShape, layout: ParallelLayout) -> Iterator[tuple[int, Rule]]:
     """(pipeline stage that exports it, rule) for the whole model, in HF order."""
+    if shape.adapter_rank:
+        for stage, rule in owned_rules(replace(shape, adapter_rank=0), layout):
+            yield from ((stage, one) for one in adapter_rules([rule], shape.adapter_targets))
+        return
     places = layout.chunk_layers(shape.num_layers)
     stage_of = {layer: stage for (stage, _), layers in places.items() for layer in layers}
     family, last = shape.family, layout.pipeline_parallel_size - 1
@@ -97,7 +104,7 @@ def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
     sizes = {
         "one": 1, "hidden": shape.hidden_size, "ffn": shape.ffn_hidden_size, "vocab": shape.vocab_size,
         "head": shape.head_dim, "queries": shape.num_heads * shape.head_dim,
-        "keys": shape.num_kv_heads * shape.head_dim,
+        "keys": shape.num_kv_heads * shape.head_dim, "adapter": shape.adapter_rank,
     }  # fmt: skip
     rows = [sizes[part] for part in rule.rows]
     if len(rule.hf_names) == 1:  # the one tensor that a checkpoint stacks the parts in
@@ -114,7 +121,7 @@ class HFTensor:
 def hf_tensors(shape: ModelShape) -> list[HFTensor]:
     """Every tensor of the HF checkpoint, in the order in which ``HFExporter.rows`` yields them."""
     rules = stage_rules(shape, range(shape.num_layers), first=True, last=True)
-    return [HFTensor(n, s) for rule in rules for n, s in zip(rule.hf_names, hf_shapes(rule, shape), strict=True)]
+    return [HFTensor(n, s) for rule in rules for n, s in zip(rule.hf_names, hf_shapes(rule, shape), strict=True) if n]
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,8 @@ def parameter_runs(rule: Rule, shape: ModelShape, size: int) -> list[Run]:
         part = shape.ffn_hidden_size // size
         runs = [Run(t, rank * part, (rank + 1) * part) for rank in range(size) for t in (0, 1)]
         return [_in_stack(rule, run, (0, shape.ffn_hidden_size)) for run in runs]
+    if rule.split == "replicated":
+        return [Run(number, 0, rows) for number, (rows, *_) in enumerate(hf_shapes(rule, shape))]
     length = hf_shapes(rule, shape)[0][rule.axis]
     padding = shape.padded_vocab_size(size) - shape.vocab_size if rule.split == "vocab" else 0
     return [Run(0, 0, length), *([Run(None, 0, padding)] if padding else [])]
@@ -162,8 +171,10 @@ def _qkv_starts(shape: ModelShape) -> tuple[int, int, int]:
 
 def _in_stack(rule: Rule, run: Run, starts: Sequence[int]) -> Run:
     """The run as it is where every part is a tensor; in their stack if the rule has but one tensor."""
-    if len(rule.hf_names) > 1 or run.tensor is None:
+    if run.tensor is None:
         return run
+    if len(rule.hf_names) > 1:
+        return run if rule.hf_names[run.tensor] else replace(run, tensor=None)
     return Run(0, starts[run.tensor] + run.start, starts[run.tensor] + run.stop)
 
 
