@@ -131,13 +131,14 @@ def dry_run_json(config: RunConfig) -> int:
 def layout_proofs(config: RunConfig) -> Iterator[str]:
     """Policy, critic and reward model, every distinct rank built on the meta device from config.json alone."""
     from openrlhf_ext.megatron.built import DTYPES
+    from openrlhf_ext.megatron.model.shape import read_model_shape
     from openrlhf_ext.megatron.settings import layer_converters
     from openrlhf_ext.tools.plan.layout_proof import format_proof, prove_layout
 
     dtype, distributed = DTYPES[config.megatron.param_dtype], config.megatron.distributed_optimizer_enable
-    policy, layers = config.actor.model_name_or_path or "", layer_converters(config)
+    policy = config.actor.model_name_or_path or ""
     critic, reward, head = config.critic_model or policy, config.reward.model_name_or_path, config.ds.value_head_prefix
-    models: list[tuple[str, str, Any, str | None, Any]] = [("policy", policy, config.layout, None, layers)]
+    models: list[tuple[str, str, Any, str | None, Any]] = [("policy", policy, config.layout, None, None)]
     if config.has_critic:
         models.append(("critic", critic, config.critic_layout, head, ()))
     if config.has_reward_model and reward is not None:
@@ -146,6 +147,8 @@ def layout_proofs(config: RunConfig) -> Iterator[str]:
         if (folder := model_folder(name)) is None:
             yield redact(f"{what}: {name} is not on this machine, so no rank of it was built\n")
         else:
+            if layers is None:
+                layers = layer_converters(config, read_model_shape(folder).family)
             yield f"{what}, {format_proof(prove_layout(folder, layout, dtype, distributed, value_head, layers))}"
 
 

@@ -16,6 +16,7 @@ import ray
 from openrlhf_ext.algorithms import Algorithm, get_algorithm
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import algorithm_options
+from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.settings import ModelSettings, layer_converters, training_environment
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections.algo import CUSTOM
@@ -73,7 +74,7 @@ def policy_settings(config: RunConfig, steps: int) -> ModelSettings:
         config.megatron,
         config.rollout,
         config.train,
-        layer_converters(config),
+        layer_converters(config, read_model_shape(policy_path(config)).family),
         actor,
         optimizer_updates(config, steps - frozen_steps(config)),
         {model.name: model.path for model in frozen_models(config) if not model.ranks},

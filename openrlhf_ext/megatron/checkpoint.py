@@ -89,10 +89,14 @@ class OptimizerRange:
 
 
 def parameter_blocks(model: MegatronModel) -> list[ParameterBlock]:
-    """Every parameter of this rank in global coordinates, in the same order on all data-parallel ranks."""
+    """Every parameter of this rank in global coordinates, in the same order on all data-parallel ranks; of a model with
+    adapters these."""
     blocks = [found for chunk in model.chunks for entry in _sharded_entries(chunk) for found in _blocks(entry)]
+    if model.lora is not None:  # the base stays in its own checkpoint
+        blocks = [block for block in blocks if block.parameter.requires_grad]
     known = {id(b.parameter) for b in blocks}
-    names = [n for chunk in model.chunks for n, p in chunk.named_parameters() if id(p) not in known]
+    stored = [(n, p) for chunk in model.chunks for n, p in chunk.named_parameters() if p.requires_grad or not model.lora]
+    names = [name for name, parameter in stored if id(parameter) not in known]
     if names:
         raise CheckpointError(f"sharded_state_dict() leaves out these parameters, so they cannot be saved: {names}")
     return blocks
@@ -241,6 +245,7 @@ def take_snapshot(model: MegatronModel, extra: dict[str, Any] | None = None, *, 
     dist.gather_object(files, everyone)
     index = TensorIndex.build(entry for part in everyone for entry in part) if everyone is not None else None
     state = {
+        **adapter_state(model),
         "layout": asdict(model.settings.layout),
         "shape": asdict(model.shape),
         "param_dtype": model.settings.megatron.param_dtype,
@@ -306,9 +311,11 @@ def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
     :func:`take_snapshot`. Raises CheckpointError, on every rank: another model or type, or unreadable.
     """
     problem, asked, state = None, set(), {}
+    adapters = adapter_state(model)
     try:
         state = read_plain(folder / STATE)
         _check_model(model, state, folder)
+        _check_adapters(adapters, state, folder)
         index = TensorIndex.read(folder / INDEX)
         reader = TensorReader(folder, index)
         asked = _load_tensors(model, reader) | _load_average(model, reader) | _load_converters(model, reader)
@@ -407,6 +414,30 @@ def _check_model(model: MegatronModel, state: dict[str, Any], folder: Path) -> N
         raise CheckpointError(
             f"{folder} holds {state['param_dtype']} parameters, megatron.param_dtype is {dtype}: "
             "resume with the type of the run that wrote it"
+        )
+
+
+def adapter_state(model: MegatronModel) -> dict[str, Any]:
+    """What has to be the same for adapters to be trained on; nothing of a model without. A collective."""
+    if model.lora is None:
+        return {}
+    adapter = model.lora.adapter
+    return {"adapters": {
+        "ds.lora.rank": adapter.rank, "ds.lora.alpha": adapter.alpha, "ds.lora.target_modules": list(adapter.targets),
+        "weights of the base": model.base_fingerprint(),
+    }}  # fmt: skip
+
+
+def _check_adapters(ours: dict[str, Any], state: dict[str, Any], folder: Path) -> None:
+    here, there = ours.get("adapters"), state.get("adapters")
+    if (here is None) != (there is None):
+        what = "whole weights, this run trains adapters" if there is None else "adapters, this run trains whole weights"
+        raise CheckpointError(f"{folder} holds {what}: resume with the ds.lora.rank of the run that wrote it")
+    if here and there and (other := [f"{name} {there[name]}, here {here[name]}" for name in here
+                                     if there[name] != here[name]]):  # fmt: skip
+        raise CheckpointError(
+            f"{folder} holds adapters of another run: {'; '.join(other)}: resume with the base (ds.lora.* and "
+            "actor.model_name_or_path) of the run that wrote it"
         )
 
 

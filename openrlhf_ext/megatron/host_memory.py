@@ -313,11 +313,11 @@ class FrozenCopy:
 
 
 class MovingAverage:
-    """Of this rank's parameters, fp32 in host memory: after each update ``beta average + (1 - beta) weights``."""
+    """Of this rank's trained parameters, fp32 in host memory: after each update ``beta average + (1 - beta) weights``."""
 
     def __init__(self, chunks: Iterable[torch.nn.Module], beta: float) -> None:
         self._beta = beta
-        self._parameters = list(dict.fromkeys(p for chunk in chunks for p in chunk.parameters()))
+        self._parameters = list(dict.fromkeys(p for chunk in chunks for p in chunk.parameters() if p.requires_grad))
         self._averages: dict[int, torch.Tensor] = {}
         self.restart()
 

@@ -7,6 +7,7 @@ Every public method is a collective over all ranks of the model unless it says o
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +23,7 @@ from openrlhf_ext.head import HeadOutput, linear_logprob_entropy, linear_token_l
 from openrlhf_ext.megatron.built import BuiltModel, no_sync
 from openrlhf_ext.megatron.host_memory import FrozenCopy, MovingAverage
 from openrlhf_ext.megatron.layers import kept_bytes
+from openrlhf_ext.megatron.layers.lora import without_adapters
 from openrlhf_ext.megatron.model.hf_weights import load_hf
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, PackedBatch, SequenceBatch, sequence_batch
@@ -259,11 +261,12 @@ class MegatronPolicy(MegatronModel):
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
-    def host_copy(self, path: str) -> FrozenCopy:
-        """A checkpoint of this shape in host memory, with converters' state. Called before the first train step."""
+    def host_copy(self, path: str) -> FrozenCopy | None:
+        """A checkpoint of this shape in host memory, with converters' state. Called before the first train step. None:
+        it is the base of the adapters (``without_adapters``), which needs no copy."""
         state = self.converter_state().values()
         if path == self.settings.model_path:
-            return FrozenCopy(self.chunks, state=state)
+            return FrozenCopy(self.chunks, state=state) if self.lora is None else None
         return FrozenCopy(self.chunks, lambda: self._load_other(path), state)
 
     def _load_other(self, path: str) -> None:
@@ -273,9 +276,14 @@ class MegatronPolicy(MegatronModel):
 
     def save_hf(self, target: str | Path) -> dict[str, int]:
         """Writes an HF checkpoint that transformers loads, with the converters' entries; see ``write_hf``. It is of the
-        weights' moving average where one is kept."""
+        weights' moving average where one is kept. Of adapters it is the one that peft loads."""
         entries = {name: value for c in self.settings.converters for name, value in c.hf_config().items()}
         average = self.average
-        if average is None:
-            return self.write_hf(target, entries or None)
-        return self.write_hf(target, entries or None, lambda weight: average.of(weight).to(weight.device, weight.dtype))
+        value = None if average is None else lambda weight: average.of(weight).to(weight.device, weight.dtype)
+        if self.lora is not None:
+            return self.write_adapter(target, value)
+        return self.write_hf(target, entries or None, value)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Forward passes in the body are the base's; the same without adapters. Not a collective."""
+        return without_adapters(self.chunks)

@@ -10,7 +10,10 @@ from typing import Any
 from openrlhf_ext.fp8 import wheel_folder
 from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.layers.fp8 import FP8Layers
+from openrlhf_ext.megatron.layers.lora import LoRALayers
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.adapter import chosen_adapter
+from openrlhf_ext.megatron.model.family import Family
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.step.dealing import RowCosts
 from openrlhf_ext.options.sections import Actor, Critic, Megatron, Rollout, Train
@@ -56,15 +59,22 @@ def training_environment(config: Any) -> dict[str, str]:
         env["CUDNN_HOME"] = os.environ.get("CUDNN_HOME", str(cudnn))
     if config.train.full_determinism_enable:
         env["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # read by TransformerEngine's attention
-    for converter in layer_converters(config):
+    for converter in _fp8_layers(config):
         env |= converter.environment()
     return env
 
 
-KNOWN: tuple[type[LayerConverter], ...] = (FP8Layers,)
+KNOWN: tuple[type[LayerConverter], ...] = (FP8Layers, LoRALayers)
 
 
-def layer_converters(config: Any) -> tuple[LayerConverter, ...]:
-    """Of the policy's decoder, from the sections of a ``RunConfig``, in the order in which they are applied."""
+def layer_converters(config: Any, family: Family) -> tuple[LayerConverter, ...]:
+    """Of the policy's decoder, a model of this family, from the sections of a ``RunConfig``, in the order in which they
+    are applied. Raises InputError, ValueError: adapters that cannot be (``chosen_adapter``)."""
+    lora = config.ds.lora
+    adapters = (LoRALayers(chosen_adapter(lora, family), config.train.seed, lora.path),) if lora.enabled else ()
+    return (*_fp8_layers(config), *adapters)
+
+
+def _fp8_layers(config: Any) -> tuple[FP8Layers, ...]:
     recipe = config.fp8.training_recipe
     return () if recipe is None else (FP8Layers(recipe),)

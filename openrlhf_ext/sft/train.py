@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.megatron.distributed import initialize_distributed
+from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings, layer_converters, row_costs
 from openrlhf_ext.megatron.step.batch import SequenceBatch
@@ -108,8 +109,8 @@ def settings(config: SupervisedConfig, updates: int) -> ModelSettings:
     policy = config.policy
     path = required(config.model.model_name_or_path, "model.model_name_or_path")
     return ModelSettings(
-        path, config.layout, config.megatron, policy.rollout, policy.train, layer_converters(config), policy.actor,
-        updates,
+        path, config.layout, config.megatron, policy.rollout, policy.train,
+        layer_converters(config.policy, read_model_shape(path).family), policy.actor, updates,
     )  # fmt: skip
 
 

@@ -13,10 +13,11 @@ sequence parallelism a piece of them), K = input features, N = output features, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -37,25 +38,12 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from openrlhf_ext.megatron.layers import LayerConverter
+from openrlhf_ext.megatron.model.adapter import Adapter
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
-from openrlhf_ext.megatron.model.hf_weights import model_rules
+from openrlhf_ext.megatron.model.hf_weights import fill_rules, load_hf, model_rules
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.spec import NormColumnParallelLinear, rms_norm
-from openrlhf_ext.megatron.model.weight_map import Shard, shard_runs, targeted
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """What peft's ``LoraConfig`` calls r, lora_alpha, lora_dropout and target_modules (names of modules)."""
-
-    rank: int
-    alpha: float
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ()
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
+from openrlhf_ext.megatron.model.weight_map import Rule, Run, Shard, hf_shapes, shard_runs, targeted
 
 
 class _Down(torch.autograd.Function):
@@ -78,6 +66,8 @@ class Adapted:
     """A linear that may have an adapter. ``is_on``: whether forward passes add it."""
 
     weight: Tensor
+    lora_a: torch.nn.Parameter
+    lora_b: torch.nn.Parameter
     config: Any
     training: bool
     tp_group: Any
@@ -90,7 +80,7 @@ class Adapted:
         ``owner_N``: which of them each row of the weight belongs to, -1: to none; ``gated``: gate and up stacked."""
         out, width = self.weight.shape
         self.adapter, self.gated = adapter, gated
-        place = {"device": self.weight.device, "dtype": torch.float32}
+        place: dict[str, Any] = {"device": self.weight.device, "dtype": torch.float32}
         self.lora_a = torch.nn.Parameter(torch.zeros(adapter.rank * modules, width, **place))
         self.lora_b = torch.nn.Parameter(torch.zeros(out, adapter.rank, **place))
         # which rows of B belong to which part of A, for one product of all modules; no buffer, it would become bf16
@@ -162,6 +152,25 @@ class AdaptedColumn(Adapted):
         return (out + F.linear(down, self.wide_b()) * self.adapter.scale).to(out.dtype)
 
 
+class AdaptedTEColumn(AdaptedColumn):
+    """Before TransformerEngine's, which norms and multiplies in one and gives what it has normed on demand."""
+
+    te_return_bias: bool
+
+    def adapt(self, adapter: Adapter, modules: int, owner_N: Tensor, gated: bool) -> None:
+        assert not self.te_return_bias, "the bias is added in the product"
+        super().adapt(adapter, modules, owner_N, gated)
+        # of this rank's own tokens under sequence parallelism (TransformerEngine 2.11 module/layernorm_linear.py:533)
+        self.return_layernorm_output, self.return_layernorm_output_gathered = True, False
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        found, bias = super(AdaptedColumn, self).forward(x, *args, **kwargs)  # type: ignore[misc]
+        if self.adapter is None:
+            return found, bias
+        out, normed = found
+        return (self.added(out, normed) if self.is_on else out), bias
+
+
 class AdaptedRow(Adapted):
     """Before row-parallel linears."""
 
@@ -184,8 +193,10 @@ def _class(base: type) -> type:
     """A linear of this class, ours or Megatron's, that may have an adapter."""
     if issubclass(base, NormColumnParallelLinear):
         return type(f"Adapted{base.__name__}", (AdaptedColumn, base), {})
-    if issubclass(base, RowParallelLinear):
+    if issubclass(base, RowParallelLinear) or base.__name__ == "TERowParallelLinear":
         return type(f"Adapted{base.__name__}", (AdaptedRow, base), {})
+    if base.__name__ == "TELayerNormColumnParallelLinear":
+        return type(f"Adapted{base.__name__}", (AdaptedTEColumn, base), {})
     raise ValueError(f"adapters of a {base.__name__} are not built")
 
 
@@ -197,11 +208,42 @@ def _adapted(linear: ModuleSpec | type) -> ModuleSpec | type:
 
 @dataclass(frozen=True)
 class LoRALayers(LayerConverter):
-    """The base's weights are frozen, what is trained are adapters of its linear layers."""
+    """The base's weights are frozen, what is trained are adapters of its linear layers. New ones are drawn with the
+    ``seed``, if there is no ``path`` of a peft adapter to start from."""
 
     adapter: Adapter
+    seed: int = 0
+    path: str | None = None
 
     name = "lora"
+
+    def shape(self, base: ModelShape) -> ModelShape:
+        """Of the adapters, as a model of its own in the weight map."""
+        return replace(base, adapter_rank=self.adapter.rank, adapter_targets=self.adapter.targets)
+
+    def add(self, chunks: Sequence[HiddenStateGPTModel], base: ModelShape) -> None:
+        """Freezes the loaded chunks and gives them adapters. Raises WeightMapError, InputError: ``path`` has others."""
+        for chunk in chunks:
+            add_adapters(chunk, base, self.adapter)
+        if self.path is not None:
+            load_hf(chunks, self.shape(base), self.path)
+        else:
+            fill_rules(chunks, self.shape(base), lambda rule: partial(_drawn, rule, self.shape(base), self.seed))
+
+    def merged(self, chunks: Sequence[GPTModel]) -> Callable[[Tensor], Tensor]:
+        """What to export of a parameter so that the base has the adapters in it."""
+        linears = {id(linear.weight): linear for linear in adapted_linears(chunks)}
+
+        def value(parameter: Tensor) -> Tensor:
+            linear = linears.get(id(parameter))
+            return parameter.detach() if linear is None else linear.merged().detach()
+
+        return value
+
+    def scaled(self, chunks: Sequence[GPTModel], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """What to export of an adapter's parameter for an engine of this dtype whose own scale is 1."""
+        scale = {id(linear.lora_b): linear.adapter.scale for linear in adapted_linears(chunks) if linear.adapter}
+        return lambda parameter: (parameter.detach() * scale.get(id(parameter), 1.0)).to(dtype)
 
     def convert(self, layer: ModuleSpec, number: int, num_layers: int) -> None:
         attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
@@ -210,6 +252,18 @@ class LoRALayers(LayerConverter):
 
 
 # ---- a whole model --------------------------------------------------------------------------------------------------
+
+
+def _drawn(rule: Rule, shape: ModelShape, seed: int, tensor: int, run: Run) -> Tensor:
+    """Entries of a new adapter's matrix: of A uniform within 1 / sqrt(its inputs), as peft's (tuners/lora/layer.py:332),
+    the same in every layout; of B zero."""
+    (rows, columns), name = hf_shapes(rule, shape)[tensor], rule.hf_names[tensor]
+    whole = torch.zeros(rows, columns)
+    if name.endswith("lora_A.weight"):
+        number = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(number, "little") >> 1)
+        whole.uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
+    return whole.narrow(rule.axis, run.start, len(run))
 
 
 def add_adapters(chunk: HiddenStateGPTModel, shape: ModelShape, adapter: Adapter) -> None:
@@ -222,13 +276,11 @@ def add_adapters(chunk: HiddenStateGPTModel, shape: ModelShape, adapter: Adapter
             continue
         linear = chunk.get_submodule(rule.parameter.removesuffix(".weight"))
         assert isinstance(linear, Adapted), f"{rule.parameter}: a {type(linear).__name__} has no adapters"
-        owner_N = torch.zeros(len(linear.weight), dtype=torch.long, device=linear.weight.device)
+        owner_N = torch.zeros(len(linear.weight), dtype=torch.long)
         if not linear.is_row:
             runs = shard_runs(rule, shape, Shard(rank, size))
-            owners = [chosen.index(run.tensor) if run.tensor in chosen else -1 for run in runs]
-            owner_N = torch.tensor(owners, device=owner_N.device).repeat_interleave(
-                torch.tensor([len(run) for run in runs], device=owner_N.device)
-            )
+            owners = torch.tensor([chosen.index(run.tensor) if run.tensor in chosen else -1 for run in runs])
+            owner_N = owners.repeat_interleave(torch.tensor([len(run) for run in runs]))
         linear.adapt(adapter, len(chosen), owner_N, gated=rule.split == "gate_up")
     if chunk.pre_process:
         chunk.embedding.register_forward_hook(_wants_gradients)
@@ -248,6 +300,11 @@ def adapted_linears(chunks: Iterable[GPTModel]) -> Iterator[Adapted]:
                 yield module
 
 
+def adapter_parameters(chunks: Iterable[GPTModel]) -> Iterator[torch.nn.Parameter]:
+    for linear in adapted_linears(chunks):
+        yield from (linear.lora_a, linear.lora_b)
+
+
 @contextmanager
 def without_adapters(chunks: Sequence[GPTModel]) -> Iterator[None]:
     """Forward passes in the body are the base's."""
@@ -259,3 +316,19 @@ def without_adapters(chunks: Sequence[GPTModel]) -> Iterator[None]:
     finally:
         for linear in linears:
             linear.is_on = True
+
+
+@contextmanager
+def rounded_adapters(chunks: Sequence[GPTModel], dtype: torch.dtype) -> Iterator[None]:
+    """Forward passes in the body are those of an engine of this dtype, which gets A and alpha / r B in it."""
+    kept = [(parameter, parameter.data) for parameter in adapter_parameters(chunks)]
+    for linear in adapted_linears(chunks):
+        assert linear.adapter is not None
+        linear.lora_a.data = linear.lora_a.data.to(dtype).float()
+        scale = linear.adapter.scale
+        linear.lora_b.data = (linear.lora_b.data * scale).to(dtype).float() / scale
+    try:
+        yield
+    finally:
+        for parameter, data in kept:
+            parameter.data = data

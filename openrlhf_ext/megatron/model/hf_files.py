@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor
 from openrlhf_ext.checkpoints.files import free_name, fsync_folder, write_durably, write_file
 from openrlhf_ext.checkpoints.tensors import safetensors_chunks
 from openrlhf_ext.inputs import FILE_NAME, InputError, map_of, read_json, reading, shown
+from openrlhf_ext.megatron.model.adapter import CONFIG, WEIGHTS
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.weight_map import HFTensor, Rule, hf_tensors, shard_shape
 
@@ -27,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 FLOAT_DTYPES = ("F32", "BF16", "F16")  # safetensors' names
 _INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+SINGLE = "model.safetensors"
 _MAX_SHARD_BYTES = 5 << 30
 
 
@@ -35,8 +37,9 @@ class HFCheckpoint:
     """Reads (sharded) safetensors in parts: only what is asked for leaves the page cache. Constructor and methods raise
     InputError: a file is missing or damaged, or the index does not list what the files hold."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, single: str = SINGLE) -> None:
+        """``single``: the file of a checkpoint that is not sharded; that of an adapter never is."""
+        self.path, self._single = Path(path), single
         self._opened: dict[Path, Any] = {}
         self._file_of = self._index()
 
@@ -65,8 +68,10 @@ class HFCheckpoint:
         return self._opened[path]
 
     def _index(self) -> dict[str, Path]:
-        if not (self.path / _INDEX).exists():
-            return dict.fromkeys(self._keys(_SINGLE, f"neither {_SINGLE} nor {_INDEX} found"), self.path / _SINGLE)
+        single = self._single
+        if single != SINGLE or not (self.path / _INDEX).exists():
+            absent = f"neither {SINGLE} nor {_INDEX} found" if single == SINGLE else f"{single} not found"
+            return dict.fromkeys(self._keys(single, absent), self.path / single)
         index = read_json(self.path / _INDEX, {"weight_map": map_of(FILE_NAME)})
         listed: dict[str, str] = index["weight_map"]
         for file in sorted(set(listed.values())):
@@ -88,6 +93,7 @@ class HFCheckpoint:
 
 # ---- writing a checkpoint directory -----------------------------------------------------------------------------
 
+_CONFIGS = ("config.json", CONFIG)
 _SIDE_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
@@ -106,6 +112,12 @@ def read_side_files(source: str | Path) -> dict[str, bytes]:
             with reading(source / name):
                 found[name] = (source / name).read_bytes()
     return found
+
+
+def adapter_side_files(side_files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
+    """What is put beside the weights of an adapter: peft's configuration, and the base's tokenizer."""
+    kept = {name: content for name, content in side_files.items() if name not in (*_CONFIGS, "generation_config.json")}
+    return kept | {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode()}
 
 
 _FILES = "files.json"  # in a complete folder: what belongs to the checkpoint
@@ -128,6 +140,7 @@ def save_hf(
     target: str | Path,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     config_changes: Mapping[str, Any] | None = None,
+    single: str = SINGLE,
 ) -> dict[str, int]:
     """Writes an HF checkpoint: safetensors shards plus the configuration and tokenizer files of its source. Returns the
     size in bytes of every file by its name.
@@ -138,15 +151,15 @@ def save_hf(
     :func:`finish_interrupted` sees to what a kill leaves.
 
     ``side_files``: ``read_side_files`` of the checkpoint that the model began as, read when it was: days later the
-    folder may be gone. ``max_shard_bytes``: of a file, unless a tensor alone is larger. Raises CheckpointError: a file
-    cannot be written; ValueError: ``rows`` are not all rows of all ``tensors``, in order.
+    folder may be gone. ``max_shard_bytes``: of a file, unless a tensor alone is larger. ``single``: the file's name
+    where there is but one; an adapter's is never sharded. Raises CheckpointError: a file cannot be written; ValueError: ``rows`` are not all rows of all ``tensors``, in order.
     """
     target = Path(target)
     finish_interrupted(target)
     exists = target.exists()
     temporary = _inside(target) if exists else _beside(target)
     temporary.mkdir(parents=True)
-    _write_shards(rows, tensors, dtype, temporary, max_shard_bytes)
+    _write_shards(rows, tensors, dtype, temporary, max_shard_bytes if single == SINGLE else sys.maxsize, single)
     for name, content in side_files.items():
         write_file(temporary, name, [content])
     if config_changes:
@@ -180,15 +193,19 @@ def finish_interrupted(target: str | Path) -> None:
 def set_aside_hf(target: str | Path) -> Path | None:
     """Moves weights, configuration, tokenizer and card of a folder into one inside of it; returns where to, if any."""
     target = Path(target)
-    weights = [*target.glob("model*.safetensors"), *target.glob("model*.safetensors.index.json")]
+    weights = _weight_files(target)
     if not weights:
         return None
     aside = free_name(target / "superseded")
     aside.mkdir()
-    # config.json first: a loader finds a whole checkpoint or none
-    for path in [*(target / name for name in (*_SIDE_FILES, "README.md") if (target / name).exists()), *weights]:
+    # the configuration first: a loader finds a whole checkpoint or none
+    for path in [*(target / n for n in (CONFIG, *_SIDE_FILES, "README.md") if (target / n).exists()), *weights]:
         path.rename(aside / path.name)
     return aside
+
+
+def _weight_files(target: Path) -> list[Path]:
+    return [path for pattern in ("model*.safetensors", f"{SINGLE}.index.json", WEIGHTS) for path in target.glob(pattern)]
 
 
 def _beside(target: Path) -> Path:
@@ -215,12 +232,13 @@ def _replace(target: Path) -> None:
             f"remove {complete}"
         )
     fsync_folder(target)
-    if (complete / "config.json").exists():
-        (target / "config.json").unlink(missing_ok=True)
-    for stale in [*target.glob("model*.safetensors"), *target.glob("model*.safetensors.index.json")]:
+    for config in _CONFIGS:
+        if any((complete / name).exists() for name in _CONFIGS):
+            (target / config).unlink(missing_ok=True)
+    for stale in _weight_files(target):
         if stale.name not in names:
             stale.unlink()
-    for name in sorted(names, key=lambda name: name == "config.json"):
+    for name in sorted(names, key=lambda name: name in _CONFIGS):
         if (complete / name).exists():
             (complete / name).replace(target / name)
     fsync_folder(target)
@@ -229,13 +247,13 @@ def _replace(target: Path) -> None:
 
 
 def _write_shards(
-    rows: Iterable[HFRows], tensors: Sequence[HFTensor], dtype: torch.dtype, folder: Path, limit: int
+    rows: Iterable[HFRows], tensors: Sequence[HFTensor], dtype: torch.dtype, folder: Path, limit: int, single: str
 ) -> None:
     remaining = iter(rows)
     files = list(_split(tensors, dtype, limit))
     weight_map: dict[str, str] = {}
     for number, held in enumerate(files, start=1):
-        name = _SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        name = single if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         weight_map |= {tensor.name: name for tensor in held}
         entries = [(tensor.name, dtype, tensor.shape) for tensor in held]
         values = (part for tensor in held for part in _rows_of(tensor, dtype, remaining))

@@ -14,6 +14,7 @@ themselves, and their first one is what rank 0 is otherwise (``Ownership.streams
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +28,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.adapter import WEIGHTS
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
 from openrlhf_ext.megatron.model.hf_files import (
+    SINGLE,
     HFCheckpoint,
     HFRows,
     WeightMapError,
@@ -45,6 +48,7 @@ from openrlhf_ext.megatron.model.weight_map import (
     Shard,
     fill_shard,
     hf_shapes,
+    is_of_adapter,
     owned_rules,
     placement,
     shard_runs,
@@ -52,6 +56,7 @@ from openrlhf_ext.megatron.model.weight_map import (
 )
 from openrlhf_ext.megatron.watchdog import Gate, phase
 
+_SUMMED_AT_ONCE = 1 << 22
 BUCKET_BYTES = 256 << 20
 """What a rank may hold above its shard while weights are loaded or exported."""
 
@@ -114,11 +119,12 @@ def model_rules(model: HiddenStateGPTModel, shape: ModelShape) -> list[Rule]:
 
 def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str | Path) -> None:
     """Fills this rank's parameters from an HF checkpoint, reading only its own part of every tensor. Not a collective.
+    Those of adapters are filled from a peft checkpoint if the ``shape`` is that of adapters, else they stay.
 
     The checkpoint may be fp32, bf16 or fp16 whatever the parameters are: values are then rounded. The value head of a
     critic stays as it is if the checkpoint has none. Raises WeightMapError, which lists what does not fit.
     """
-    checkpoint = HFCheckpoint(path)
+    checkpoint = HFCheckpoint(path, WEIGHTS if shape.adapter_rank else SINGLE)
     new_head = new_value_head(shape, checkpoint)
     shard = Shard(
         parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
@@ -126,7 +132,7 @@ def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str 
     problems = unaccounted_tensors(checkpoint, shape)
     targets: list[tuple[Rule, torch.nn.Parameter]] = []
     for chunk in chunks:
-        rules, parameters = model_rules(chunk, shape), dict(chunk.named_parameters())
+        rules, parameters = model_rules(chunk, shape), _parameters(chunk, shape)
         for what, names in unaccounted_parameters(rules, shape, parameters, shard.tp_size).items():
             problems.setdefault(what, []).extend(names)
         targets += [
@@ -137,13 +143,33 @@ def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str 
     if problems:
         raise WeightMapError(f"{path}: {describe(problems)}")
     for rule, parameter in targets:
-        _fill(parameter, rule, checkpoint, shard_runs(rule, shape, shard))
+
+        def read(tensor: int, run: Run, rule: Rule = rule) -> Tensor:
+            return checkpoint.read(rule.hf_names[tensor], rule.axis, run.start, run.stop)
+
+        _fill(parameter, rule, read, shard_runs(rule, shape, shard))
 
 
-def _fill(parameter: Tensor, rule: Rule, checkpoint: HFCheckpoint, runs: list[Run]) -> None:
-    def read(tensor: int, run: Run) -> Tensor:
-        return checkpoint.read(rule.hf_names[tensor], rule.axis, run.start, run.stop)
+def fill_rules(
+    chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, values: Callable[[Rule], Callable[[int, Run], Tensor]]
+) -> None:
+    """Fills this rank's parameters with what ``values(rule)`` gives for entries of its HF tensors (``fill_shard``)."""
+    shard = Shard(
+        parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    )
+    for chunk in chunks:
+        parameters = _parameters(chunk, shape)
+        for rule in model_rules(chunk, shape):
+            _fill(parameters[rule.parameter], rule, values(rule), shard_runs(rule, shape, shard))
 
+
+def _parameters(chunk: HiddenStateGPTModel, shape: ModelShape) -> dict[str, torch.nn.Parameter]:
+    """Those of adapters, or all others."""
+    wanted = bool(shape.adapter_rank)
+    return {name: parameter for name, parameter in chunk.named_parameters() if is_of_adapter(name) == wanted}
+
+
+def _fill(parameter: Tensor, rule: Rule, read: Callable[[int, Run], Tensor], runs: list[Run]) -> None:
     most = max(1, BUCKET_BYTES * parameter.shape[rule.axis] // (4 * parameter.numel()))  # files hold at most fp32
     fill_shard(parameter.detach(), rule, [part for run in runs for part in run.split(most)], read)
 
@@ -179,11 +205,12 @@ class HFExporter:
         shape: ModelShape,
         ownership: Ownership,
         value: Callable[[torch.nn.Parameter], Tensor] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """The parameters of ``chunks`` are read at every export. ``value``: what to export of a parameter, of its shape
-        (its gradient, say); None: its data."""
+        (its gradient, say); None: its data. ``dtype`` is that of values, None: that of the model's parameters."""
         self._value, self._rank = value or torch.Tensor.detach, dist.get_rank()
-        self._dtype = next(chunks[0].parameters()).dtype
+        self._dtype = dtype or next(chunks[0].parameters()).dtype
         self._tensors, self.streams = ownership.tensors, ownership.streams
         self.stream = next((number for number, ranks in enumerate(self.streams) if self._rank in ranks), None)
         self._givers = self.streams[self.stream or 0]
@@ -198,7 +225,7 @@ class HFExporter:
         for chunk in chunks:
             parameters = dict(chunk.named_parameters())
             for rule in model_rules(chunk, shape):  # tied embeddings exist on two stages, of which one gives them
-                names = [name for name in rule.hf_names if self._rank in self._tensors[name].slices]
+                names = [name for name in rule.hf_names if name and self._rank in self._tensors[name].slices]
                 self._own |= {name: parameters[rule.parameter] for name in names}
 
     def metadata(self) -> list[TensorMeta]:
@@ -252,6 +279,24 @@ class HFExporter:
                 pieces = [cut for piece in pieces if (cut := piece.between(part.start, part.stop)).length]
             self._known_pieces[part, rank] = pieces
         return self._known_pieces[part, rank]
+
+    @torch.no_grad()
+    def fingerprint(self) -> str:
+        """Of the bits of all tensors, the same in every layout: a sum over their entries, each multiplied by a number
+        of its tensor's and mixed. A collective of all ranks."""
+        total: Tensor | int = 0
+        for name, parameter in self._own.items():
+            number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1 | 1
+            values = self._value(parameter)
+            for piece in self._tensors[name].slices[self._rank]:
+                flat = piece.of_shard(values).contiguous().view(-1)
+                for part in flat.view({2: torch.int16, 4: torch.int32}[flat.element_size()]).split(_SUMMED_AT_ONCE):
+                    mixed = part.long() * number
+                    total = total + (mixed ^ (mixed >> 32)).sum()
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        found = torch.as_tensor(total, dtype=torch.int64, device=device)
+        dist.all_reduce(found)
+        return f"{found.item() % (1 << 64):016x}"
 
     # ---- one message per rank ---------------------------------------------------------------------------------------
 

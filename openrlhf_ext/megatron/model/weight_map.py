@@ -14,6 +14,7 @@ from functools import cache
 from torch import Tensor
 
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.adapter import module_name
 from openrlhf_ext.megatron.model.family import Rule
 from openrlhf_ext.megatron.model.shape import ModelShape
 
@@ -25,9 +26,9 @@ def value_head_rule(shape: ModelShape) -> Rule:
 # ---- adapters -------------------------------------------------------------------------------------------------------
 
 
-def module_name(hf_name: str) -> str:
-    """What peft's target_modules call the module of a weight: ``q_proj``."""
-    return hf_name.split(".")[-2]
+def is_of_adapter(parameter: str) -> bool:
+    """Whether a parameter of a chunk is an adapter's."""
+    return parameter.endswith((".lora_a", ".lora_b"))
 
 
 def targeted(rule: Rule, targets: Collection[str]) -> list[int]:

@@ -371,17 +371,25 @@ class Megatron(Section):
 # ---- DeepSpeed's options: known, so that launch scripts of OpenRLHF get an answer for each, and refused when set ----
 
 _NO_DEEPSPEED = "DeepSpeed does not run the policy"
-_LORA: Reason = {"why": "only full fine-tuning is built", "instead": "leave ds.lora.* and ds.load_in_4bit out"}
 
 
 class Lora(Section):
-    """Low-rank adapters."""
+    """Low-rank adapters, which are trained instead of the model's weights."""
 
-    rank: Int = not_yet(0, "rank of the adapters; 0 = none", **_LORA)
-    alpha: Int = not_yet(16, "scale of the adapters", **_LORA)
-    target_modules: str | tuple[str, ...] = not_yet("all-linear", "modules that get adapters", inert=(("all-linear",),),
-        **_LORA)
-    dropout: Float = not_yet(0, "dropout in the adapters", **_LORA)
+    needs = {"ds.lora.rank": ("alpha", "target_modules"), "ds.lora.rank | ds.lora.path": ("dropout",)}
+
+    rank: Int = option(0, "rank of the adapters; 0: the weights themselves are trained", ge=0)
+    alpha: Int = option(16, "the adapters' product is multiplied by alpha / rank", gt=0)
+    target_modules: str | tuple[str, ...] = option("all-linear",
+        "modules of the decoder's layers that get adapters: all-linear, or names such as q_proj v_proj")
+    dropout: Float = option(0, "share of an adapter's inputs that training sets to zero; log-probs are computed without, "
+        "so that ratios are not 1 in the first update", ge=0, lt=1)
+    path: str | None = added(None, "folder of a peft adapter to start from; it says rank, alpha and target modules, and "
+        "where ds.lora.rank is set too they have to be the same", path="input")
+
+    @property
+    def enabled(self) -> bool:
+        return self.rank > 0 or self.path is not None
 
 
 class DeepSpeedTraining(Section):
@@ -416,7 +424,9 @@ class DeepSpeedTraining(Section):
         instead="use megatron.tensor_parallel_size")
     packing_samples: bool = no_meaning(True, "concatenate samples without padding",
         why="micro-batches are always packed without padding", instead="leave it out")
-    load_in_4bit: bool = not_yet(False, "load the base model in 4 bit", **_LORA)
+    load_in_4bit: bool = not_yet(False, "load the base model in 4 bit",
+        why="the frozen weights below adapters are in megatron.param_dtype", instead="leave it out; "
+        "megatron.layout auto cuts the weights over GPUs")
     lora: Lora = Lora()
     ring_attn_size: Int = no_meaning(1, "ring-attention ranks", why=_NO_DEEPSPEED,
         instead="use megatron.context_parallel_size")

@@ -456,7 +456,7 @@ def policy_in(config: RunConfig, shape: ModelShape) -> TrainedModel:
     megatron, layout = config.megatron, config.layout
     buckets = megatron.ddp_bucket_size or max(40_000_000, 1_000_000 * layout.data_parallel_size)
     bucket_size = buckets if megatron.overlap_grad_reduce else None
-    distributed, converters = megatron.distributed_optimizer_enable, layer_converters(config)
+    distributed, converters = megatron.distributed_optimizer_enable, layer_converters(config, shape.family)
     options = StateOptions(param_bytes(megatron), distributed, bucket_size, converters)
     return _trained_model(shape, policy_training(config), options)
 

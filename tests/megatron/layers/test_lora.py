@@ -1,0 +1,137 @@
+"""Adapters compute and learn what peft's do, in every layout."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from tests.launch import launch
+from tests.megatron.layers.lora_ranks import truth
+from tests.megatron.reference import make_batch
+from tests.models import make_tiny_model
+
+SOME = ["q_proj", "v_proj", "up_proj"]
+FULL = {"recompute": "full"}
+EXACT = 1e-5
+
+CASES = {
+    1: [
+        {"micro_batch_size": 3}, {"max_tokens": 30, "recompute": FULL, "write": "written"},
+        {"targets": SOME, "truth": "some"}, {"dtype": "bf16", "loose": True},
+        {"dtype": "bf16", "distributed_optimizer": True, "loose": True},
+    ],
+    2: [
+        {"tp": 2}, {"tp": 2, "sp": True, "max_tokens": 30}, {"pp": 2}, {"pp": 2, "vp": 2}, {"cp": 2, "max_tokens": 30},
+        {"micro_batch_size": 1}, {"lopsided": True}, {"distributed_optimizer": True},
+        {"tp": 2, "sp": True, "recompute": FULL}, {"pp": 2, "truth": "tied"},
+        {"tp": 2, "truth": "one_kv"}, {"tp": 2, "sp": True, "truth": "one_kv"},
+        {"tp": 2, "sp": True, "targets": SOME, "truth": "some"},
+        {"tp": 2, "sp": True, "save": "checkpoint"}, {"distributed_optimizer": True, "save": "distributed"},
+        {"pp": 2, "vp": 2, "load": "checkpoint", "steps": 1}, {"tp": 2, "load": "distributed", "steps": 1},
+        {"distributed_optimizer": True, "load": "checkpoint", "steps": 1},
+        {"tp": 2, "sp": True, "load": "checkpoint", "steps": 1, "same": 13},
+    ],
+    4: [
+        {"tp": 2, "pp": 2, "sp": True, "recompute": FULL}, {"tp": 2, "cp": 2, "sp": True},
+        {"tp": 2, "sp": True, "distributed_optimizer": True}, {"tp": 2, "pp": 2, "vp": 2, "sp": True},
+        {"tp": 4, "truth": "one_kv"},
+    ],
+}  # fmt: skip
+
+
+def one_kv_model(path):
+    """Fewer key-value heads than ranks: Megatron then gathers the projections."""
+    torch.manual_seed(1)
+    config = Qwen2Config(
+        vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=256, tie_word_embeddings=False,
+        initializer_range=0.1, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).float().save_pretrained(path)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("lora")
+
+
+@pytest.fixture(scope="module")
+def truths(root):
+    make_tiny_model(root / "untied")
+    make_tiny_model(root / "tied", tied=True)
+    one_kv_model(root / "one_kv")
+    batch, weights_N = make_batch(61)
+    made = {}
+    for name, model, targets in [
+        ("untied", "untied", "all-linear"), ("tied", "tied", "all-linear"), ("one_kv", "one_kv", "all-linear"),
+        ("some", "untied", SOME),
+    ]:  # fmt: skip
+        made[name] = truth(root / model, root / f"{name}_adapter", batch, weights_N, targets) | {"model": root / model}
+    return made
+
+
+@pytest.fixture(scope="module")
+def outcomes(root, truths):
+    """Of a number of ranks: the outcomes of its cases on every rank."""
+    batch, weights_N = make_batch(61)
+
+    @functools.cache
+    def run(world_size: int) -> list:
+        cases = [
+            {"temperature": 0.8, "model": str(truths[name]["model"]), "adapter": str(root / f"{name}_adapter"), **case}
+            for case in CASES[world_size]
+            for name in [case.get("truth", "untied")]
+        ]
+        return launch(
+            "tests.megatron.layers.lora_ranks", "run_cases", world_size,
+            cases=cases, batch=batch, weights_N=weights_N, root=root,
+        )  # fmt: skip
+
+    return run
+
+
+def worst(found, wanted) -> float:
+    assert found.keys() == wanted.keys(), sorted(found.keys() ^ wanted.keys())[:6]
+    return max(float((found[n].double() - wanted[n].double()).norm() / wanted[n].double().norm()) for n in wanted)
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_adapters_are_pefts_in_every_layout(truths, outcomes, world_size):
+    batch, _ = make_batch(61)
+    wrong = []
+    for number, case in enumerate(CASES[world_size]):
+        wanted, ranks = truths[case.get("truth", "untied")], [rank[number] for rank in outcomes(world_size)]
+        errors = {"adapter": worst(ranks[0]["adapter"], wanted["adapter"]),
+                  "merged": worst(ranks[0]["merged"], wanted["merged"])}  # fmt: skip
+        if "grads" in ranks[0]:
+            errors["grads"] = worst(ranks[0]["grads"], wanted["grads"])
+        if "load" not in case:
+            errors["norms"] = max(abs(step["grad_norm"] - norm) / norm
+                                  for step, norm in zip(ranks[0]["steps"], wanted["norms"], strict=True))  # fmt: skip
+        for what in ("logprobs", "base") if "load" not in case else ("base",):
+            errors[what] = max(
+                float((rank[what].double() - batch.responses.take(wanted[what], rank["rows"])).abs().max())
+                for rank in ranks
+                if rank["rows"]
+            )  # fmt: skip
+        limit = 0.2 if case.get("loose") else EXACT
+        wrong += [f"{case}: {what} is off by {error:.1e}" for what, error in errors.items() if not error < limit]
+        wrong += [f"{case}: {problem}" for rank in ranks for problem in _kept_too_much(rank, case, world_size)]
+    assert not wrong, "\n".join(wrong)
+
+
+def _kept_too_much(rank, case, world_size):
+    if not rank["again"]:
+        yield "adapters off and on again give other log-probs"
+    if rank["base_with_gradients"] or rank["moved"]:
+        yield f"the base has {rank['base_with_gradients']} gradients, and moved: {rank['moved']}"
+    if rank["dtypes"] != ["torch.float32"]:
+        yield f"adapters and states are {rank['dtypes']}"
+    if not case.get("distributed_optimizer"):
+        if rank["gradient_entries"] != rank["adapter_entries"] or rank["state_entries"] != 2 * rank["adapter_entries"]:
+            yield f"{rank['gradient_entries']} gradients, {rank['state_entries']} states of {rank['adapter_entries']}"
