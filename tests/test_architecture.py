@@ -28,6 +28,7 @@ RULES = {
             "fp8.recipe",
             "inputs",
             "megatron.layout",
+            "megatron.model.adapter",
             "megatron.model.shape",
             "options",
             "outputs",

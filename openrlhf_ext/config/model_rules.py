@@ -13,6 +13,7 @@ from openrlhf_ext.config.files import has_weights, model_folder, tokenizer_diffe
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import PIPELINE_ENDS, ParallelLayout
+from openrlhf_ext.megatron.model.adapter import chosen_adapter
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_scale
 from openrlhf_ext.options import Violation
 from openrlhf_ext.options.sections import Megatron
@@ -33,6 +34,8 @@ def model_violations(config: RunConfig) -> Iterator[Violation]:
         yield from shape_violations(config, policy, _ACTOR)
         if has_weights(folder):
             yield from tokenizer_violations(_ACTOR, folder, chat=config.data.apply_chat_template)
+        if config.ds.lora.enabled:
+            yield from _adapter_rules(config, policy)
     if config.has_critic:
         yield from _critic_rules(config, policy)
     if config.has_reward_model:
@@ -62,6 +65,15 @@ def shape_violations(config: RunConfig, model: ModelShape, option: str) -> Itera
     yield from _positions(option, model, config.data.max_len)
     yield from precision.layers(option, model, config)
     yield from precision.widths(option, model, config)
+
+
+def _adapter_rules(config: RunConfig, policy: ModelShape) -> Iterator[Violation]:
+    lora = config.ds.lora
+    try:
+        chosen_adapter(lora, policy.family)
+    except ValueError as error:  # an InputError is one
+        names = ("ds.lora.path",) if lora.path is not None else ("ds.lora.target_modules",)
+        yield Violation(names, f"{names[0]}: {error}")
 
 
 def _critic_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Violation]:

@@ -97,8 +97,9 @@ class TrainingLoop:
 
     def begin(self) -> None:
         """The engines get what a checkpoint holds, or the untrained policy is evaluated."""
-        if self.step:
+        if self.step or self.config.ds.lora.path is not None:  # engines have read the base alone
             self.publish()
+        if self.step:
             if self._evaluation_due and self.recorder.last_evaluation != self.step:
                 self.evaluate()  # SIGTERM came before it
         else:

@@ -34,7 +34,7 @@ from openrlhf_ext.driver.waits import Deadline, call_ranks
 from openrlhf_ext.fp8 import cuda_home
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_model_shape
-from openrlhf_ext.megatron.settings import row_costs
+from openrlhf_ext.megatron.settings import row_costs, without_adapters
 from openrlhf_ext.megatron.step.dealing import RowCosts
 from openrlhf_ext.options import required
 from openrlhf_ext.ranks.auxiliary import CriticActor, FrozenActor, RewardActor
@@ -316,7 +316,10 @@ class AuxiliaryModels:
         for model in frozen_models(config):
             if (group := self.frozen.get(model.name)) is not None:
                 layout = config.layout_on(model.ranks)
-                own = dataclasses.replace(policy, model_path=model.path, layout=layout, optimizer=None, host_copies={})
+                own = dataclasses.replace(
+                    policy, model_path=model.path, layout=layout, optimizer=None, host_copies={},
+                    converters=without_adapters(policy.converters),
+                )  # fmt: skip
                 refs[model.name] = group.async_run_method("init_model", own)
         for name, ranks in refs.items():
             _await_ranks(session, name, ranks, deadline)

@@ -166,4 +166,4 @@ def sync_settings(config: RunConfig, use_gpu: bool, probe: Sequence[int]) -> Syn
         deterministic=config.train.full_determinism_enable,
     )  # fmt: skip
     workers, tolerance = config.vllm.tensor_parallel_size, config.probe_tolerance
-    return SyncSettings(transport, workers, config.weight_sync, tolerance, tuple(probe))
+    return SyncSettings(transport, workers, config.weight_sync, tolerance, tuple(probe), config.vllm.lora)

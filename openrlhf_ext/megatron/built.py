@@ -19,8 +19,8 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from openrlhf_ext.megatron.layers.lora import LoRALayers, adapter_parameters
-from openrlhf_ext.megatron.model.build import HiddenStateGPTModel, build_model, transformer_config
 from openrlhf_ext.megatron.model.adapter import WEIGHTS
+from openrlhf_ext.megatron.model.build import HiddenStateGPTModel, build_model, transformer_config
 from openrlhf_ext.megatron.model.hf_files import HFRows, adapter_side_files, read_side_files, save_hf
 from openrlhf_ext.megatron.model.hf_weights import HFExporter, Ownership, load_hf
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape

@@ -95,8 +95,8 @@ def parameter_blocks(model: MegatronModel) -> list[ParameterBlock]:
     if model.lora is not None:  # the base stays in its own checkpoint
         blocks = [block for block in blocks if block.parameter.requires_grad]
     known = {id(b.parameter) for b in blocks}
-    stored = [(n, p) for chunk in model.chunks for n, p in chunk.named_parameters() if p.requires_grad or not model.lora]
-    names = [name for name, parameter in stored if id(parameter) not in known]
+    named = [(n, p) for chunk in model.chunks for n, p in chunk.named_parameters()]
+    names = [n for n, p in named if id(p) not in known and (p.requires_grad or model.lora is None)]
     if names:
         raise CheckpointError(f"sharded_state_dict() leaves out these parameters, so they cannot be saved: {names}")
     return blocks

@@ -313,7 +313,7 @@ class FrozenCopy:
 
 
 class MovingAverage:
-    """Of this rank's trained parameters, fp32 in host memory: after each update ``beta average + (1 - beta) weights``."""
+    """Of what this rank trains, fp32 in host memory: after each update ``beta average + (1 - beta) weights``."""
 
     def __init__(self, chunks: Iterable[torch.nn.Module], beta: float) -> None:
         self._beta = beta

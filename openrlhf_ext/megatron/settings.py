@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,11 @@ def layer_converters(config: Any, family: Family) -> tuple[LayerConverter, ...]:
     lora = config.ds.lora
     adapters = (LoRALayers(chosen_adapter(lora, family), config.train.seed, lora.path),) if lora.enabled else ()
     return (*_fp8_layers(config), *adapters)
+
+
+def without_adapters(converters: Sequence[LayerConverter]) -> tuple[LayerConverter, ...]:
+    """Those of a model that is never trained."""
+    return tuple(each for each in converters if not isinstance(each, LoRALayers))
 
 
 def _fp8_layers(config: Any) -> tuple[FP8Layers, ...]:

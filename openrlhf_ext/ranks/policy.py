@@ -6,6 +6,7 @@ Shape suffixes: N = response tokens of this replica's sequences.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -78,7 +79,8 @@ class PolicyActor(TrainedActor):
             # the ranks meet in the reduction: what one waits there is not its own time
             model = self.policy.config
             model.finalize_model_grads_func = self.timers.without(model.finalize_model_grads_func)
-            self.host_copies = {name: self.policy.host_copy(path) for name, path in settings.host_copies.items()}
+            copies = {name: self.policy.host_copy(path) for name, path in settings.host_copies.items()}
+            self.host_copies = {name: copy for name, copy in copies.items() if copy is not None}
             self.hold(self.policy, sleeping.policy)
             self.publisher = WeightPublisher(self.policy, sync, engines)
             self._check_memory(sleeping)
@@ -145,7 +147,8 @@ class PolicyActor(TrainedActor):
 
     def _frozen_logprobs(self, name: str, batch: SequenceBatch) -> np.ndarray:
         self.reload_states("parameters")
-        with self.host_copies[name].swapped_in():
+        copy = self.host_copies.get(name)
+        with self.policy.without_adapters(), nullcontext() if copy is None else copy.swapped_in():
             return plain(self.policy.logprobs(batch).logprobs_N)
 
     def take_shard(self, shard: TrainingShard) -> None:
@@ -168,7 +171,8 @@ class PolicyActor(TrainedActor):
                 steps.append(self._update(*mini, shard.seed, number - 1, number < len(mini_batches)))
         self.is_ahead = True  # of the version that the engines have
         rate = sum(step["lr"] for step in steps if step["grad_norm"] > 0)
-        self.has_moved = self.has_moved or rate * sum(p.numel() for p in self._parameters) > _VISIBLE
+        trained = sum(p.numel() for p in self._parameters if p.requires_grad)
+        self.has_moved = self.has_moved or rate * trained > _VISIBLE
         self.batch = self.shard = None
         if self.sleeps:
             self.offload_states("gradients", "optimizer")
@@ -190,7 +194,10 @@ class PolicyActor(TrainedActor):
         """The optimizer step on a mini-batch; ``number`` counts the steps since the rollout, ``more`` follow."""
         shaped = reselected(self.policy, batch, shaped, seed, number)
         first_epoch = self.shard is not None and number < len(self.shard.mini_batches)
-        return self.policy.train_step(batch, shaped, shaped.algorithm, more, self.seen if first_epoch else None)
+        metrics = self.policy.train_step(batch, shaped, shaped.algorithm, more, self.seen if first_epoch else None)
+        if metrics["grad_norm"] == 0.0 and self.policy.lora is not None:
+            require_no_advantages(shaped, self.policy.device)
+        return metrics
 
     @phase("weight sync")
     @timed("sync")
@@ -246,6 +253,20 @@ def _mini_batches(batch: SequenceBatch, shard: TrainingShard) -> Iterator[tuple[
     for shaped in shard.mini_batches:
         yield batch.select(slice(first, first + len(shaped))), shaped
         first += len(shaped)
+
+
+def require_no_advantages(shaped: LossBatch, device: torch.device) -> None:
+    """Raises NoGradientError, on every rank: the mini-batch has advantages, and yet adapters got a gradient of exactly
+    zero, as where they are cut off from the loss. A collective."""
+    from openrlhf_ext.megatron.step.optimizer import NoGradientError  # Megatron: see ranks/actor.py
+    from openrlhf_ext.megatron.step.schedule import sum_over_replicas
+
+    given = torch.tensor([float((shaped.advantages != 0).sum())], dtype=torch.float64)
+    if (tokens := int(sum_over_replicas(given, device=device).item())) > 0:
+        raise NoGradientError(
+            f"{tokens} tokens of the mini-batch have an advantage, and the gradient of the adapters is exactly zero: "
+            "they do not reach the loss"
+        )
 
 
 def reselected(policy: MegatronPolicy, batch: SequenceBatch, shaped: LossBatch, seed: int, update: int) -> LossBatch:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan, WeightSyncMismatc
 from openrlhf_ext.rollout.sync.sender import EngineCalls, SendReport, WeightSender
 
 if TYPE_CHECKING:
+    from openrlhf_ext.megatron.model.hf_weights import HFExporter
     from openrlhf_ext.megatron.policy import MegatronPolicy
 
 logger = logging.getLogger(__name__)
@@ -36,13 +37,14 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class SyncSettings:
     """How weights reach engines of so many ``workers``, and how it is proved: by the ``probe``, tokens that both sides
-    score to a ``tolerance`` in nats."""
+    score to a ``tolerance`` in nats. ``lora``: of a policy that trains adapters, what travels (``vllm.lora``)."""
 
     transport: str
     workers: int
     options: WeightSync
     tolerance: float
     probe: tuple[int, ...]
+    lora: str = "adapter"
 
 
 class WeightPublisher:
@@ -54,7 +56,7 @@ class WeightPublisher:
 
         self._policy, self._settings = policy, settings
         transport = find_transport(settings.transport)
-        self._exporter = policy.exporter(most_streams=transport.most_streams)
+        self._exporter = _exporter(policy, settings.lora, transport.most_streams)
         specs = [(tensor.name, tensor.shape, tensor.dtype) for tensor in self._exporter.metadata()]
         streams = self._exporter.streams_of_tensors()
         self.plan = BucketPlan.build(specs, settings.options.bucket_mib << 20, streams)
@@ -114,10 +116,11 @@ class WeightPublisher:
         there; engines that sleep are woken up by ``wake``. Raises WeightSyncMismatch; EnginesAtFault with positions
         among those asked (``which``).
         """
-        policy, settings = self._policy, self._settings
+        settings = self._settings
         tokens, tolerance, timeout_s = settings.probe, settings.tolerance, settings.options.timeout_s
         row = sequence_batch([np.array(tokens)], [[(1, len(tokens))]])
-        ours = policy.logprobs(row, temperature=1.0).logprobs_N
+        with self._as_in_engines(version):
+            ours = self._policy.logprobs(row, temperature=1.0).logprobs_N
         before_asking()
         asked = self._engines if which is None else [self._engines[i] for i in which]
 
@@ -135,6 +138,20 @@ class WeightPublisher:
 
         found = self._together(compare)[0]
         return found if dist.get_rank() == 0 else 0.0
+
+    def _as_in_engines(self, version: int) -> AbstractContextManager[None]:
+        """Forward passes in the body are with the adapters that engines have: before the first update none, afterwards
+        rounded to the engines' dtype."""
+        policy = self._policy
+        if policy.lora is None:
+            return nullcontext()
+        if version == 0:
+            return policy.without_adapters()
+        if self._settings.lora == "merged":
+            return nullcontext()
+        from openrlhf_ext.megatron.layers.lora import rounded_adapters  # Megatron: see ranks/actor.py
+
+        return rounded_adapters(policy.chunks, policy.dtype)
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
@@ -177,7 +194,9 @@ class WeightPublisher:
         return report if dist.get_rank() == 0 else None
 
     def _require_change(self, report: SendReport, version: int, trained: bool) -> None:
-        if trained and report.sums == self._last_sums:
+        # a few updates of an adapter may be below what bf16 has room for beside the base
+        is_sure = self._policy.lora is None or self._settings.lora == "adapter"
+        if trained and is_sure and report.sums == self._last_sums:
             raise WeightSyncMismatch(
                 f"the policy was trained, with a learning rate and a gradient that were not zero, but weights {version}"
                 " are those of the update before to the last bit: the optimizer's values do not reach the parameters, "
@@ -217,6 +236,15 @@ class WeightPublisher:
         errors = [each[1] for each in found]
         errors[dist.get_rank()] = error
         return [each[0] for each in found], errors
+
+
+def _exporter(policy: MegatronPolicy, lora: str, most_streams: int) -> HFExporter:
+    """Of what travels: the weights, with adapters in them if ``lora`` is 'merged', or the adapters alone."""
+    if policy.lora is None:
+        return policy.exporter(most_streams=most_streams)
+    if lora == "merged":
+        return policy.exporter(policy.lora.merged(policy.chunks), most_streams)
+    return policy.adapter_exporter(policy.lora.scaled(policy.chunks, policy.dtype), most_streams, policy.dtype)
 
 
 @contextmanager

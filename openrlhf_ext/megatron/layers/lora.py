@@ -255,8 +255,8 @@ class LoRALayers(LayerConverter):
 
 
 def _drawn(rule: Rule, shape: ModelShape, seed: int, tensor: int, run: Run) -> Tensor:
-    """Entries of a new adapter's matrix: of A uniform within 1 / sqrt(its inputs), as peft's (tuners/lora/layer.py:332),
-    the same in every layout; of B zero."""
+    """Entries of a new adapter's matrix, the same in every layout: of A uniform within 1 / sqrt(its inputs), as peft's
+    (peft 0.21.2 tuners/lora/layer.py:332), of B zero."""
     (rows, columns), name = hf_shapes(rule, shape)[tensor], rule.hf_names[tensor]
     whole = torch.zeros(rows, columns)
     if name.endswith("lora_A.weight"):

@@ -82,8 +82,8 @@ def chosen_adapter(lora: Lora, family: Family) -> Adapter:
     if asked is not None and asked != found:
         raise ValueError(
             f"the adapter in {lora.path} has rank {found.rank}, alpha {found.alpha:g} and modules "
-            f"{', '.join(found.targets)}, the options say {asked.rank}, {asked.alpha:g} and {', '.join(asked.targets)}: "
-            "leave ds.lora.rank, alpha and target_modules out, which then are the adapter's"
+            f"{', '.join(found.targets)}, the options say {asked.rank}, {asked.alpha:g} and "
+            f"{', '.join(asked.targets)}: leave ds.lora.rank, alpha and target_modules out, they are the adapter's"
         )
     return found
 
@@ -92,7 +92,7 @@ def read_adapter(path: str | Path, family: Family) -> Adapter:
     """Of a peft checkpoint. Raises InputError: it is none, or is more than a plain LoRA adapter of linear modules."""
     path = Path(path)
     if not path.is_dir():
-        raise InputError(f"{path} is no folder: give one with {CONFIG} and {WEIGHTS}, as peft's save_pretrained makes it")
+        raise InputError(f"{path} is no folder: give one with {CONFIG} and {WEIGHTS}, as peft writes it")
     entries = read_json(path / CONFIG)
     targets = TEXT if isinstance(entries.get("target_modules"), str) else list_of(TEXT)
     check(

@@ -152,7 +152,8 @@ def save_hf(
 
     ``side_files``: ``read_side_files`` of the checkpoint that the model began as, read when it was: days later the
     folder may be gone. ``max_shard_bytes``: of a file, unless a tensor alone is larger. ``single``: the file's name
-    where there is but one; an adapter's is never sharded. Raises CheckpointError: a file cannot be written; ValueError: ``rows`` are not all rows of all ``tensors``, in order.
+    where there is but one; an adapter's is never sharded. Raises CheckpointError: a file cannot be written; ValueError:
+    ``rows`` are not all rows of all ``tensors``, in order.
     """
     target = Path(target)
     finish_interrupted(target)
@@ -205,7 +206,8 @@ def set_aside_hf(target: str | Path) -> Path | None:
 
 
 def _weight_files(target: Path) -> list[Path]:
-    return [path for pattern in ("model*.safetensors", f"{SINGLE}.index.json", WEIGHTS) for path in target.glob(pattern)]
+    patterns = ("model*.safetensors", "model*.safetensors.index.json", WEIGHTS)
+    return [path for pattern in patterns for path in target.glob(pattern)]
 
 
 def _beside(target: Path) -> Path:

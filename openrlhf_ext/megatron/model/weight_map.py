@@ -15,7 +15,7 @@ from torch import Tensor
 
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.adapter import module_name
-from openrlhf_ext.megatron.model.family import Rule
+from openrlhf_ext.megatron.model.family import Rule, Size
 from openrlhf_ext.megatron.model.shape import ModelShape
 
 
@@ -33,7 +33,7 @@ def is_of_adapter(parameter: str) -> bool:
 
 def targeted(rule: Rule, targets: Collection[str]) -> list[int]:
     """Which of the Hugging Face tensors of a linear's weight have an adapter."""
-    if rule.columns is None or not rule.parameter.startswith("decoder.layers.") or not rule.parameter.endswith("weight"):
+    if rule.columns is None or not rule.parameter.startswith("decoder.layers."):
         return []
     return [number for number, name in enumerate(rule.hf_names) if module_name(name) in targets]
 
@@ -54,7 +54,8 @@ def adapter_rules(rules: Iterable[Rule], targets: Collection[str]) -> Iterator[R
             yield replace(rule, parameter=b, hf_names=of_b, split="replicated", columns="adapter")
             continue
         named = tuple(of_a[number] for number in chosen)
-        yield Rule(a, named, "replicated", ("adapter",) * len(named), rule.columns)
+        stacked: tuple[Size, ...] = tuple("adapter" for _ in named)
+        yield Rule(a, named, "replicated", stacked, rule.columns)
         present = tuple(name if number in chosen else "" for number, name in enumerate(of_b))
         yield replace(rule, parameter=b, hf_names=present, columns="adapter")
 

@@ -32,6 +32,10 @@ class NonFiniteUpdateError(FloatingPointError):
     """The loss or the gradient norm of a train step is NaN or infinite; the step was not applied."""
 
 
+class NoGradientError(RuntimeError):
+    """Adapters got a gradient of exactly zero although the mini-batch has advantages."""
+
+
 def build_optimizer(
     models: list[torch.nn.Module], options: Actor | Critic, megatron: Megatron, dtype: torch.dtype
 ) -> MegatronOptimizer:

@@ -382,10 +382,12 @@ class Lora(Section):
     alpha: Int = option(16, "the adapters' product is multiplied by alpha / rank", gt=0)
     target_modules: str | tuple[str, ...] = option("all-linear",
         "modules of the decoder's layers that get adapters: all-linear, or names such as q_proj v_proj")
-    dropout: Float = option(0, "share of an adapter's inputs that training sets to zero; log-probs are computed without, "
-        "so that ratios are not 1 in the first update", ge=0, lt=1)
-    path: str | None = added(None, "folder of a peft adapter to start from; it says rank, alpha and target modules, and "
-        "where ds.lora.rank is set too they have to be the same", path="input")
+    dropout: Float = option(0,
+        "share of an adapter's inputs that training sets to zero; log-probs are computed without, so that ratios are "
+        "not 1 in the first update", ge=0, lt=1)
+    path: str | None = added(None,
+        "folder of a peft adapter to start from; it says rank, alpha and target modules, and where ds.lora.rank is set "
+        "too they have to be the same", path="input")
 
     @property
     def enabled(self) -> bool:

@@ -14,6 +14,8 @@ from openrlhf_ext.options import Float, Int, Section, Violation, added, no_meani
 class Vllm(Section):
     """The rollout engines."""
 
+    needs = {"ds.lora.rank | ds.lora.path": ("lora",)}
+
     num_engines: Int = option(1, "vLLM engines; each gets GPUs (CPU: processes) of its own", ge=1, le=2**13)
     tensor_parallel_size: Int = option(1, "GPUs (CPU: processes) per engine", ge=1)
     sync_backend: Literal["auto", "nccl", "cuda_ipc", "gloo"] = option("auto",
@@ -22,6 +24,9 @@ class Vllm(Section):
         "and in the place of nccl with train.full_determinism_enable")
     sync_with_ray: bool = no_meaning(False, "send weights through Ray's collective group",
         why="weights travel in packed buckets over a torch process group", instead="use vllm.sync_backend")
+    lora: Literal["adapter", "merged"] = added("adapter",
+        "with ds.lora.*, what a weight sync carries: the adapter, which vLLM adds to the base that it has read, or the "
+        "weights with the adapter in them")
     enable_prefix_caching: bool = option(False,
         "reuse the KV cache of common prompt prefixes; dropped after every weight sync")
     enforce_eager: bool = option(False, "run the engines without CUDA graphs (slower, starts faster)")

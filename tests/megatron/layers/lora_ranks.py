@@ -128,9 +128,8 @@ def _what_is_kept(policy: MegatronPolicy, before: list) -> dict:
     buffers = sum(buffer.grad_data.numel() for model in policy.models for buffer in model.buffers)
     parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
     states = [t for part in parts for state in part.optimizer.state.values() for t in state.values() if t.numel() > 1]
-    moved = [
-        name for (name, p), old in zip(policy.chunks[0].named_parameters(), before, strict=True) if not torch.equal(p, old)
-    ]
+    named = zip(policy.chunks[0].named_parameters(), before, strict=True)
+    moved = [name for (name, parameter), old in named if not torch.equal(parameter, old)]
     return {
         "base_with_gradients": sum(p.grad is not None or hasattr(p, "main_grad") for p in frozen),
         "gradient_entries": buffers, "adapter_entries": sum(p.numel() for p in adapter_parameters(policy.chunks)),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.launch import launch
 from tests.megatron.layers.lora_ranks import truth
