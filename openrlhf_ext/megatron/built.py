@@ -18,7 +18,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from openrlhf_ext.megatron.layers.lora import LoRALayers, adapter_parameters
+from openrlhf_ext.megatron.layers.adapted import adapter_parameters, add_adapters
+from openrlhf_ext.megatron.layers.lora import LoRALayers
 from openrlhf_ext.megatron.model.adapter import WEIGHTS
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel, build_model, transformer_config
 from openrlhf_ext.megatron.model.hf_files import HFRows, adapter_side_files, read_side_files, save_hf
@@ -97,7 +98,7 @@ class BuiltModel:
         self.chunks = self.build_chunks()
         self.load_weights()
         if self.lora is not None:
-            self.lora.add(self.chunks, self.shape)
+            add_adapters(self.chunks, self.shape, self.lora)
         self.side_files = read_side_files(settings.model_path) if dist.get_rank() == 0 else {}
         self.models = [self._wrap(chunk) for chunk in self.chunks]
         self._fingerprint: str | None = None

@@ -23,7 +23,7 @@ from openrlhf_ext.head import HeadOutput, linear_logprob_entropy, linear_token_l
 from openrlhf_ext.megatron.built import BuiltModel, no_sync
 from openrlhf_ext.megatron.host_memory import FrozenCopy, MovingAverage
 from openrlhf_ext.megatron.layers import kept_bytes
-from openrlhf_ext.megatron.layers.lora import without_adapters
+from openrlhf_ext.megatron.layers.adapted import without_adapters
 from openrlhf_ext.megatron.model.hf_weights import load_hf
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, PackedBatch, SequenceBatch, sequence_batch

@@ -149,7 +149,7 @@ class WeightPublisher:
             return policy.without_adapters()
         if self._settings.lora == "merged":
             return nullcontext()
-        from openrlhf_ext.megatron.layers.lora import rounded_adapters  # Megatron: see ranks/actor.py
+        from openrlhf_ext.megatron.layers.adapted import rounded_adapters  # Megatron: see ranks/actor.py
 
         return rounded_adapters(policy.chunks, policy.dtype)
 
@@ -240,11 +240,13 @@ class WeightPublisher:
 
 def _exporter(policy: MegatronPolicy, lora: str, most_streams: int) -> HFExporter:
     """Of what travels: the weights, with adapters in them if ``lora`` is 'merged', or the adapters alone."""
+    from openrlhf_ext.megatron.layers.adapted import merged_values, scaled_values  # Megatron: see ranks/actor.py
+
     if policy.lora is None:
         return policy.exporter(most_streams=most_streams)
     if lora == "merged":
-        return policy.exporter(policy.lora.merged(policy.chunks), most_streams)
-    return policy.adapter_exporter(policy.lora.scaled(policy.chunks, policy.dtype), most_streams, policy.dtype)
+        return policy.exporter(merged_values(policy.chunks), most_streams)
+    return policy.adapter_exporter(scaled_values(policy.chunks, policy.dtype), most_streams, policy.dtype)
 
 
 @contextmanager

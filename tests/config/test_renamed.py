@@ -97,8 +97,8 @@ def test_what_an_earlier_release_asks_for_is_judged_as_todays_is(problems):
         "ptx_coef: expected a number, got x (command line)",
         "prompt_max_len: expected a number, got long (command line)",
     ]
-    (rank,) = problems("--lora_rank", "8")
-    assert rank.startswith("ds.lora.rank is not supported")
+    (rank,) = problems("--lora_rank", "8", "--vllm.lora", "merged", "--target_modules", "q_proj", "qkv_proj")
+    assert "target modules must be all-linear or some of q_proj, k_proj" in rank and "got qkv_proj" in rank
     (wrong,) = problems("--micro_train_batch_size", "many")
     assert wrong.startswith("train.micro_batch_size: expected integer") and "in its earlier name" in wrong
 

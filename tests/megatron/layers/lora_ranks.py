@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.distributed import initialize_distributed
-from openrlhf_ext.megatron.layers.lora import LoRALayers, adapter_parameters
+from openrlhf_ext.megatron.layers.adapted import adapter_parameters, merged_values
+from openrlhf_ext.megatron.layers.lora import LoRALayers
 from openrlhf_ext.megatron.model.adapter import ALL_LINEAR, Adapter, resolved_targets
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.policy import MegatronPolicy
@@ -115,7 +116,7 @@ def _values(policy: MegatronPolicy, mine, shaped, case: dict, root: Path) -> dic
             _save(policy, root / case["save"])
     out |= _what_is_kept(policy, before)
     out["adapter"] = _adapter(policy)
-    out["merged"] = {n: t.clone() for n, t in policy.export(policy.lora.merged(policy.chunks))}
+    out["merged"] = {n: t.clone() for n, t in policy.export(merged_values(policy.chunks))}
     if "write" in case:
         policy.save_hf(root / case["write"])
     return out

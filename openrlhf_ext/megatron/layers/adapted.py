@@ -1,0 +1,318 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) beside the frozen linear layers of a decoder, in every layout.
+
+A linear that has some has two more parameters, fp32, whatever its weight is:
+
+- column-parallel (query-key-value, gate-up): ``lora_a`` (m r, in), the matrices of its m targeted Hugging Face modules
+  stacked, a copy on every tensor-parallel rank; ``lora_b`` (out / tp, r), rows as the rows of ``weight``
+- row-parallel (attention's output, down): ``lora_a`` (r, in / tp), cut like ``weight``; ``lora_b`` (out, r), a copy
+
+Only what is r wide travels between ranks. Names, cuts and places are rules of the weight map (``adapter_rules``), so
+that adapters are loaded, exported and sent as weights are. Shape suffixes: L = tokens of the pack on this rank (under
+sequence parallelism a piece of them), K = input features, N = output features, M = m r.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from openrlhf_ext.megatron.layers.lora import LoRALayers
+from openrlhf_ext.megatron.model.adapter import Adapter
+from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
+from openrlhf_ext.megatron.model.hf_weights import fill_rules, load_hf, model_rules
+from openrlhf_ext.megatron.model.shape import ModelShape
+from openrlhf_ext.megatron.model.spec import NormColumnParallelLinear, rms_norm
+from openrlhf_ext.megatron.model.weight_map import Rule, Run, Shard, hf_shapes, shard_runs, targeted
+
+
+class _Down(torch.autograd.Function):
+    """``F.linear(x.to(a.dtype), a)``, bit for bit; keeps x as it is for the backward pass, not an fp32 copy: 27 instead
+    of 33 tokens x hidden entries a layer, less than full training (29)."""
+
+    @staticmethod
+    def forward(ctx: Any, x_LK: Tensor, a_MK: Tensor) -> Tensor:
+        ctx.save_for_backward(x_LK, a_MK)
+        return F.linear(x_LK.to(a_MK.dtype), a_MK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_LM: Tensor) -> tuple[Tensor, Tensor]:
+        x_LK, a_MK = ctx.saved_tensors
+        whole_LK = x_LK.flatten(0, -2).to(grad_LM.dtype)
+        return (grad_LM @ a_MK).to(x_LK.dtype), grad_LM.flatten(0, -2).t() @ whole_LK
+
+
+class Adapted:
+    """A linear that may have an adapter. ``is_on``: whether forward passes add it."""
+
+    weight: Tensor
+    lora_a: torch.nn.Parameter
+    lora_b: torch.nn.Parameter
+    config: Any
+    training: bool
+    tp_group: Any
+    adapter: Adapter | None = None
+    is_on = True
+    is_row = False
+
+    def adapt(self, adapter: Adapter, modules: int, owner_N: Tensor, gated: bool) -> None:
+        """Adds the parameters, zeros; the weight is frozen. ``modules``: how many of the linear's have an adapter,
+        ``owner_N``: which of them each row of the weight belongs to, -1: to none; ``gated``: gate and up stacked."""
+        out, width = self.weight.shape
+        self.adapter, self.gated = adapter, gated
+        place: dict[str, Any] = {"device": self.weight.device, "dtype": torch.float32}
+        self.lora_a = torch.nn.Parameter(torch.zeros(adapter.rank * modules, width, **place))
+        self.lora_b = torch.nn.Parameter(torch.zeros(out, adapter.rank, **place))
+        # which rows of B belong to which part of A, for one product of all modules; no buffer, it would become bf16
+        self.owner_NM = F.one_hot(owner_N + 1, modules + 1)[:, 1:].to(**place).repeat_interleave(adapter.rank, 1)
+        whole, cut = (self.lora_b, self.lora_a) if self.is_row else (self.lora_a, self.lora_b)
+        # Megatron's marks: what to add up over the pieces of a sequence, and of what a rank has but a part (norms)
+        whole.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        cut.tensor_model_parallel, cut.partition_stride = True, 1  # type: ignore[attr-defined]
+        cut.partition_dim = 1 if self.is_row else 0  # type: ignore[attr-defined]
+
+    def down(self, x_LK: Tensor) -> Tensor:
+        """(L, M) of all modules. With dropout each has a mask of its own, as in peft; ranks that hold the same input
+        draw the same one, from the stream that they share. Megatron's recomputation restores both streams."""
+        assert self.adapter is not None
+        if not (self.adapter.dropout and self.training):
+            return _Down.apply(x_LK, self.lora_a)
+        x_LK = x_LK.to(self.lora_a.dtype)
+        own = self.is_row or self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if own else nullcontext():
+            dropped = [F.dropout(x_LK, self.adapter.dropout) for _ in range(len(self.lora_a) // self.adapter.rank)]
+        parts = self.lora_a.split(self.adapter.rank)
+        return torch.cat([F.linear(x, a) for x, a in zip(dropped, parts, strict=True)], -1)
+
+    def wide_b(self) -> Tensor:
+        """(N, M) B, zero outside of a row's own module."""
+        modules = self.owner_NM.shape[1] // self.lora_b.shape[1]
+        return self.lora_b.repeat(1, modules) * self.owner_NM
+
+    def merged(self) -> Tensor:
+        """This rank's shard of W + scale B A, in the weight's dtype; no communication in any layout."""
+        assert self.adapter is not None
+        return (self.weight.float() + self.adapter.scale * (self.wide_b() @ self.lora_a)).to(self.weight.dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Megatron's own takes what it does not know for a copy on every rank: a resumed adapter would be wrong."""
+        if self.adapter is None:
+            return super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        axes = {"weight": 1, "lora_a": 1} if self.is_row else {"weight": 0, "bias": 0, "lora_b": 0}
+        state = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, axes, sharded_offsets,  # type: ignore[attr-defined]
+            tp_group=self.tp_group, dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )  # fmt: skip
+        if self.gated:  # MLP does this for weight and bias only (transformer/mlp.py)
+            state[f"{prefix}lora_b"] = apply_swiglu_sharded_factory(state[f"{prefix}lora_b"], sharded_offsets)
+        return state
+
+
+class AdaptedColumn(Adapted):
+    """Before our column-parallel linears behind a norm."""
+
+    eps: float
+    layer_norm_weight: Tensor
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        normed = rms_norm(x, self.layer_norm_weight, self.eps)
+        out, bias = ColumnParallelLinear.forward(self, normed, *args, **kwargs)  # type: ignore[arg-type]
+        if self.adapter is None or not self.is_on:
+            return out, bias
+        return self.added(out, normed), bias
+
+    def added(self, out: Tensor, normed: Tensor) -> Tensor:
+        """A before the gather, so that what travels is M wide; backward a reduce-scatter, or an all-reduce of that."""
+        assert self.adapter is not None
+        down = self.down(normed)
+        if self.config.sequence_parallel:
+            down = gather_from_sequence_parallel_region(down)
+        else:
+            down = copy_to_tensor_model_parallel_region(down)
+        return (out + F.linear(down, self.wide_b()) * self.adapter.scale).to(out.dtype)
+
+
+class AdaptedTEColumn(AdaptedColumn):
+    """Before TransformerEngine's, which norms and multiplies in one and gives what it has normed on demand."""
+
+    te_return_bias: bool
+
+    def adapt(self, adapter: Adapter, modules: int, owner_N: Tensor, gated: bool) -> None:
+        assert not self.te_return_bias, "the bias is added in the product"
+        super().adapt(adapter, modules, owner_N, gated)
+        # of this rank's own tokens under sequence parallelism (TransformerEngine 2.11 module/layernorm_linear.py:533)
+        self.return_layernorm_output, self.return_layernorm_output_gathered = True, False
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        found, bias = super(AdaptedColumn, self).forward(x, *args, **kwargs)  # type: ignore[misc]
+        if self.adapter is None:
+            return found, bias
+        out, normed = found
+        return (self.added(out, normed) if self.is_on else out), bias
+
+
+class AdaptedRow(Adapted):
+    """Before row-parallel linears."""
+
+    is_row = True
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        out, bias = super().forward(x)  # type: ignore[misc]
+        if self.adapter is None or not self.is_on:
+            return out, bias
+        down = self.down(x)  # partial sums
+        if self.config.sequence_parallel:
+            down = reduce_scatter_to_sequence_parallel_region(down)
+        else:
+            down = reduce_from_tensor_model_parallel_region(down)
+        return (out + F.linear(down, self.lora_b) * self.adapter.scale).to(out.dtype), bias
+
+
+@cache
+def _class(base: type) -> type:
+    """A linear of this class, ours or Megatron's, that may have an adapter."""
+    if issubclass(base, NormColumnParallelLinear):
+        return type(f"Adapted{base.__name__}", (AdaptedColumn, base), {})
+    if issubclass(base, RowParallelLinear) or base.__name__ == "TERowParallelLinear":
+        return type(f"Adapted{base.__name__}", (AdaptedRow, base), {})
+    if base.__name__ == "TELayerNormColumnParallelLinear":
+        return type(f"Adapted{base.__name__}", (AdaptedTEColumn, base), {})
+    raise ValueError(f"adapters of a {base.__name__} are not built")
+
+
+def adapted(linear: ModuleSpec | type) -> ModuleSpec | type:
+    """A linear of a layer's spec as one that may have an adapter."""
+    if isinstance(linear, ModuleSpec):
+        return replace(linear, module=_class(linear.module))
+    return _class(linear)
+
+
+# ---- a whole model --------------------------------------------------------------------------------------------------
+
+
+def _drawn(rule: Rule, shape: ModelShape, seed: int, tensor: int, run: Run) -> Tensor:
+    """Entries of a new adapter's matrix, the same in every layout: of A uniform within 1 / sqrt(its inputs), as peft's
+    (peft 0.21.2 tuners/lora/layer.py:332), of B zero."""
+    (rows, columns), name = hf_shapes(rule, shape)[tensor], rule.hf_names[tensor]
+    whole = torch.zeros(rows, columns)
+    if name.endswith("lora_A.weight"):
+        number = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(number, "little") >> 1)
+        whole.uniform_(-(columns**-0.5), columns**-0.5, generator=generator)
+    return whole.narrow(rule.axis, run.start, len(run))
+
+
+def add_adapters(chunks: Sequence[HiddenStateGPTModel], base: ModelShape, lora: LoRALayers) -> None:
+    """Freezes chunks whose weights are loaded and gives their targeted linears adapters. Raises WeightMapError,
+    InputError: ``lora.path`` has others."""
+    shape = lora.shape(base)
+    for chunk in chunks:
+        _add(chunk, base, lora.adapter)
+    if lora.path is not None:
+        load_hf(chunks, shape, lora.path)
+    else:
+        fill_rules(chunks, shape, lambda rule: partial(_drawn, rule, shape, lora.seed))
+
+
+def _add(chunk: HiddenStateGPTModel, shape: ModelShape, adapter: Adapter) -> None:
+    chunk.requires_grad_(False)
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    for rule in model_rules(chunk, shape):
+        chosen = targeted(rule, adapter.targets)
+        if not chosen:
+            continue
+        linear = chunk.get_submodule(rule.parameter.removesuffix(".weight"))
+        assert isinstance(linear, Adapted), f"{rule.parameter}: a {type(linear).__name__} has no adapters"
+        owner_N = torch.zeros(len(linear.weight), dtype=torch.long)
+        if not linear.is_row:
+            runs = shard_runs(rule, shape, Shard(rank, size))
+            owners = torch.tensor([chosen.index(run.tensor) if run.tensor in chosen else -1 for run in runs])
+            owner_N = owners.repeat_interleave(torch.tensor([len(run) for run in runs]))
+        linear.adapt(adapter, len(chosen), owner_N, gated=rule.split == "gate_up")
+    if chunk.pre_process:
+        chunk.embedding.register_forward_hook(_wants_gradients)
+
+
+def _wants_gradients(_module: torch.nn.Module, _args: tuple, output: Tensor) -> Tensor:
+    """Megatron's recomputation of whole layers is torch's reentrant one: where no input wants a gradient, parameters
+    get none, without an error."""
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def adapted_linears(chunks: Iterable[GPTModel]) -> Iterator[Adapted]:
+    """Those that have an adapter."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, Adapted) and module.adapter is not None:
+                yield module
+
+
+def adapter_parameters(chunks: Iterable[GPTModel]) -> Iterator[torch.nn.Parameter]:
+    for linear in adapted_linears(chunks):
+        yield from (linear.lora_a, linear.lora_b)
+
+
+def merged_values(chunks: Sequence[GPTModel]) -> Callable[[Tensor], Tensor]:
+    """What to export of a parameter so that the base has the adapters in it."""
+    linears = {id(linear.weight): linear for linear in adapted_linears(chunks)}
+
+    def value(parameter: Tensor) -> Tensor:
+        linear = linears.get(id(parameter))
+        return parameter.detach() if linear is None else linear.merged().detach()
+
+    return value
+
+
+def scaled_values(chunks: Sequence[GPTModel], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """What to export of an adapter's parameter for an engine of this dtype whose own scale is 1."""
+    scale = {id(linear.lora_b): linear.adapter.scale for linear in adapted_linears(chunks) if linear.adapter}
+    return lambda parameter: (parameter.detach() * scale.get(id(parameter), 1.0)).to(dtype)
+
+
+@contextmanager
+def without_adapters(chunks: Sequence[GPTModel]) -> Iterator[None]:
+    """Forward passes in the body are the base's."""
+    linears = list(adapted_linears(chunks))
+    for linear in linears:
+        linear.is_on = False
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.is_on = True
+
+
+@contextmanager
+def rounded_adapters(chunks: Sequence[GPTModel], dtype: torch.dtype) -> Iterator[None]:
+    """Forward passes in the body are those of an engine of this dtype, which gets A and alpha / r B in it."""
+    kept = [(parameter, parameter.data) for parameter in adapter_parameters(chunks)]
+    for linear in adapted_linears(chunks):
+        assert linear.adapter is not None
+        linear.lora_a.data = linear.lora_a.data.to(dtype).float()
+        scale = linear.adapter.scale
+        linear.lora_b.data = (linear.lora_b.data * scale).to(dtype).float() / scale
+    try:
+        yield
+    finally:
+        for parameter, data in kept:
+            parameter.data = data
