@@ -45,6 +45,7 @@ CHECKS = (
     # ---- call 2: TransformerEngine ----------------------------------------------------------------------------------
     Check("tests.gpu.te_build:build", 2, 420),  # the others find what it leaves in the bundle
     Check("tests.gpu.layers:parity", 2, 120, POLICY),
+    Check("tests.gpu.layers:adapters", 2, 90, POLICY),
     Check("tests.gpu.layers:training", 2, 90, POLICY),
     Check("tests.gpu.layers:optimizer", 2, 60, POLICY),
     Check("tests.gpu.layers:rope", 2, 60, POLICY),
@@ -52,6 +53,7 @@ CHECKS = (
     # ---- call 3: size -----------------------------------------------------------------------------------------------
     Check("tests.gpu.te_build:build", 3, 420),  # seconds, where call 2's wheel was brought along
     Check("tests.gpu.size:memory_and_mfu", 3, 420, POLICY),
+    Check("tests.gpu.size:adapters_of_7b", 3, 150, POLICY),
     # ---- call 4: FP8 ------------------------------------------------------------------------------------------------
     Check("tests.gpu.study:fp8", 4, 1200, POLICY),
 )

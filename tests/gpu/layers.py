@@ -46,6 +46,51 @@ def parity(machine: Machine) -> dict:
     return measured
 
 
+def adapters(machine: Machine) -> dict:
+    """Log-probs and all gradients of adapters, with and without recomputation; without them the base's bits; memory."""
+    measured: dict[str, Any] = {}
+    with one_rank(machine) as policies:
+        model = _model(machine, policies, 128)
+        batch, loss = _batch(machine, policies, model)
+        names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        lora, together = policies.Adapter(16, 32.0, 0.0, names), int(batch.lengths_B.sum())
+        reference = _outcome(policies, model, "fp32", batch, loss, plain=True, lora=lora)
+        allowed = policies.EXACT
+        if machine.on_gpu:
+            plain = _outcome(policies, model, "bf16", batch, loss, plain=True, lora=lora)
+            measured["plain in bf16"] = policies.differences(plain, reference)
+            allowed = policies.as_good_as(measured["plain in bf16"])
+        for mode in ("none", "full, uniform"):
+            policies.empty_device()
+            arguments = {"recompute": policies.RECOMPUTE[mode], "max_tokens": together}
+            policy = _policy(machine, policies, model, lora=lora, **arguments)
+            measured[mode] = policies.differences(policies.outcome(policy, batch, loss), reference)
+            policies.require(measured[mode], allowed, f"recompute {mode}")
+            measured[f"{mode}: entries"] = _only_adapters(policy)
+            before, logprobs_N = _bytes(policy), policy.logprobs(batch).logprobs_N
+            with policy.without_adapters():
+                base_N = policy.logprobs(batch).logprobs_N
+            policy.train_step(batch, loss, loss)
+            with policy.without_adapters():
+                again_N = policy.logprobs(batch).logprobs_N
+            if torch.equal(logprobs_N, base_N) or not torch.equal(base_N, again_N):
+                raise AssertionError("adapters that are off count, or a step has moved the base")
+            after = _bytes(policy)
+            moved = {name for name in before if "lora" not in name and not torch.equal(before[name], after[name])}
+            if moved := {name for name in moved if not name.startswith("state")}:
+                raise AssertionError(f"a step moved {sorted(moved)}")
+    return measured
+
+
+def _only_adapters(policy: Any) -> dict:
+    """Entries of gradient buffers and of adapters, which are the same."""
+    gradients = sum(buffer.grad_data.numel() for model in policy.models for buffer in model.buffers)
+    found = [p.numel() for name, p in policy.chunks[0].named_parameters() if "lora" in name]
+    if not sum(found) <= gradients <= 1.01 * sum(found) + 4096:
+        raise AssertionError(f"{gradients} gradients of {sum(found)} entries of adapters")
+    return {"gradients": gradients, "adapters": sum(found)}
+
+
 def training(machine: Machine) -> dict:
     """Gradients added up within the products over four micro-batches; states away in host memory and back."""
     measured: dict[str, Any] = {}

@@ -25,8 +25,10 @@ from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.host_memory import ModelStates
 from openrlhf_ext.megatron.layers.fp8 import FP8Layers
+from openrlhf_ext.megatron.layers.lora import LoRALayers
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model import build
+from openrlhf_ext.megatron.model.adapter import Adapter
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
@@ -34,7 +36,8 @@ from openrlhf_ext.options.sections import Actor, Adam, Megatron, Rollout
 from tests.megatron.parity import WeightedLogprob, micro_batches
 
 __all__ = [
-    "Actor", "Adam", "ModelStates", "ParallelLayout", "WeightedLogprob", "initialize_distributed", "parallel_state",
+    "Actor", "Adam", "Adapter", "ModelStates", "ParallelLayout", "WeightedLogprob", "initialize_distributed",
+    "parallel_state",
 ]  # fmt: skip
 
 RECOMPUTE = {
@@ -112,6 +115,7 @@ def random_policy(
     max_tokens: int | None = None,
     optimizer: Actor = OPTIMIZER,
     fp8: Recipe | None = None,
+    lora: Adapter | None = None,
 ) -> RandomPolicy:
     """A policy that can be trained.
 
@@ -119,15 +123,21 @@ def random_policy(
         plain: torch's layers also where there are TransformerEngine's, and no shared prompts.
         max_tokens: of a micro-batch, instead of ``micro_batch_size`` sequences.
         fp8: of the decoder's linear layers.
+        lora: adapters, with B off zero, where A would have no gradient.
     """
     with tempfile.TemporaryDirectory() as folder, plain_layers() if plain else nullcontext():
         settings = ModelSettings(
             str(model.write(Path(folder))), ParallelLayout(1),
             Megatron(param_dtype=dtype, rope_fusion=rope_fusion, share_prompts_enable=not plain, **recompute),
             Rollout(micro_batch_size=micro_batch_size), micro_batches(micro_batch_size, max_tokens),
-            () if fp8 is None else (FP8Layers(fp8),), optimizer=optimizer, updates=100,
+            (*(() if fp8 is None else (FP8Layers(fp8),)), *(() if lora is None else (LoRALayers(lora),))),
+            optimizer=optimizer, updates=100,
         )  # fmt: skip
-        return RandomPolicy(settings)
+        policy = RandomPolicy(settings)
+    for name, parameter in policy.chunks[0].named_parameters():
+        if name.endswith("lora_b"):
+            parameter.data.copy_(drawn(name, parameter).mul_(0.1))
+    return policy
 
 
 @contextmanager
@@ -182,7 +192,8 @@ def outcome(policy: RandomPolicy, batch: SequenceBatch, loss: WeightedLogprob) -
     """Forward pass, then forward and backward of all micro-batches."""
     logprobs_N = policy.logprobs(batch).logprobs_N
     policy.accumulate_gradients(batch, loss, loss)
-    gradients = policy.export(lambda parameter: parameter.main_grad)
+    exported = policy.export if policy.lora is None else policy.adapter_exporter
+    gradients = exported(lambda parameter: parameter.main_grad)
     return Outcome(logprobs_N, {name: gradient.float().cpu().clone() for name, gradient in gradients})
 
 

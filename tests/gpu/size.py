@@ -66,6 +66,39 @@ def memory_and_mfu(machine: Machine) -> dict:
     return measured
 
 
+def adapters_of_7b(machine: Machine) -> dict:
+    """Qwen2.5-7B whole on this GPU with random weights, adapters of rank 16 at all linears: memory, seconds of a step,
+    and of what a weight sync exports, the adapters or the weights with them.
+
+    Raises:
+        AssertionError: more has a gradient than the adapters, or log-probs are not finite.
+    """
+    ready(machine)
+    with one_rank(machine) as policies:
+        from openrlhf_ext.megatron.layers.adapted import merged_values, scaled_values
+
+        sizes = (28, 3584, 28, 4, 128, 18944, 152064) if machine.on_gpu else (2, 64, 5, 1, 16, 96, 128)
+        names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        lora, tokens = policies.Adapter(16, 32.0, 0.0, names), 16384 if machine.on_gpu else 256
+        policy = policies.random_policy(
+            policies.Model(*sizes), "bf16", recompute=policies.RECOMPUTE["full, uniform"], lora=lora,
+            optimizer=_optimizer(policies),
+        )  # fmt: skip
+        policy.settings = _with_tokens(policy.settings, tokens)
+        states = policies.ModelStates(policy.models, policy.optimizer, policy.device, policy.settings.converters)
+        measured: dict[str, Any] = {"layers": policy.layers, "tokens": tokens}
+        measured |= _cell(machine, policies, policy, tokens)
+        measured |= {f"{kind}_bytes": states.nbytes(kind) for kind in _KINDS}
+        if measured["gradients_bytes"] > 0.02 * measured["parameters_bytes"] and machine.on_gpu:
+            raise AssertionError(f"gradients of more than the adapters: {measured}")
+        adapters = policy.adapter_exporter(scaled_values(policy.chunks, policy.dtype), 1, policy.dtype)
+        for what, exporter in (("adapters", adapters), ("merged", policy.exporter(merged_values(policy.chunks)))):
+            exported: list[int] = []
+            seconds = _seconds(machine, lambda out=exported, of=exporter: out.extend(t.nbytes for _, t in of))
+            measured |= {f"export_{what}_seconds": seconds, f"export_{what}_bytes": sum(exported)}
+        return measured
+
+
 def _model(machine: Machine, policies: ModuleType) -> Any:
     if machine.on_gpu:
         return policies.Model(32, 5120, 5, 1, 128, 3456, 19008)
