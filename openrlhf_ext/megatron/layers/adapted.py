@@ -70,7 +70,6 @@ class Adapted:
     lora_b: torch.nn.Parameter
     config: Any
     training: bool
-    tp_group: Any
     adapter: Adapter | None = None
     is_on = True
     is_row = False
@@ -121,7 +120,7 @@ class Adapted:
         axes = {"weight": 1, "lora_a": 1} if self.is_row else {"weight": 0, "bias": 0, "lora_b": 0}
         state = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, axes, sharded_offsets,  # type: ignore[attr-defined]
-            tp_group=self.tp_group, dp_cp_group=(metadata or {}).get("dp_cp_group"),
+            tp_group=parallel_state.get_tensor_model_parallel_group(), dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )  # fmt: skip
         if self.gated:  # MLP does this for weight and bias only (transformer/mlp.py)
             state[f"{prefix}lora_b"] = apply_swiglu_sharded_factory(state[f"{prefix}lora_b"], sharded_offsets)
@@ -152,7 +151,20 @@ class AdaptedColumn(Adapted):
         return (out + F.linear(down, self.wide_b()) * self.adapter.scale).to(out.dtype)
 
 
-class AdaptedTEColumn(AdaptedColumn):
+class _AdaptedTE(Adapted):
+    """What TransformerEngine's modules have to be told."""
+
+    activation_dtype: torch.dtype | None
+
+    def set_activation_dtype(self, inp: Tensor) -> None:
+        """Its own wants all parameters in the input's dtype, an adapter's fp32 too (TransformerEngine 2.11
+        module/base.py:938; seen on an H200)."""
+        if torch.is_autocast_enabled() or inp.dtype != self.weight.dtype:
+            raise TypeError(f"a layer of {self.weight.dtype} got {inp.dtype}, or autocast is on: neither is built")
+        self.activation_dtype = inp.dtype
+
+
+class AdaptedTEColumn(_AdaptedTE, AdaptedColumn):
     """Before TransformerEngine's, which norms and multiplies in one and gives what it has normed on demand."""
 
     te_return_bias: bool
@@ -188,15 +200,22 @@ class AdaptedRow(Adapted):
         return (out + F.linear(down, self.lora_b) * self.adapter.scale).to(out.dtype), bias
 
 
+class AdaptedTERow(_AdaptedTE, AdaptedRow):
+    """Before TransformerEngine's row-parallel linears."""
+
+
+_OF_TE = {"TELayerNormColumnParallelLinear": AdaptedTEColumn, "TERowParallelLinear": AdaptedTERow}
+
+
 @cache
 def _class(base: type) -> type:
     """A linear of this class, ours or Megatron's, that may have an adapter."""
     if issubclass(base, NormColumnParallelLinear):
         return type(f"Adapted{base.__name__}", (AdaptedColumn, base), {})
-    if issubclass(base, RowParallelLinear) or base.__name__ == "TERowParallelLinear":
+    if issubclass(base, RowParallelLinear):
         return type(f"Adapted{base.__name__}", (AdaptedRow, base), {})
-    if base.__name__ == "TELayerNormColumnParallelLinear":
-        return type(f"Adapted{base.__name__}", (AdaptedTEColumn, base), {})
+    if base.__name__ in _OF_TE:
+        return type(f"Adapted{base.__name__}", (_OF_TE[base.__name__], base), {})
     raise ValueError(f"adapters of a {base.__name__} are not built")
 
 
@@ -227,14 +246,15 @@ def add_adapters(chunks: Sequence[HiddenStateGPTModel], base: ModelShape, lora: 
     InputError: ``lora.path`` has others."""
     shape = lora.shape(base)
     for chunk in chunks:
-        _add(chunk, base, lora.adapter)
+        add_zeros(chunk, base, lora.adapter)
     if lora.path is not None:
         load_hf(chunks, shape, lora.path)
     else:
         fill_rules(chunks, shape, lambda rule: partial(_drawn, rule, shape, lora.seed))
 
 
-def _add(chunk: HiddenStateGPTModel, shape: ModelShape, adapter: Adapter) -> None:
+def add_zeros(chunk: HiddenStateGPTModel, shape: ModelShape, adapter: Adapter) -> None:
+    """Freezes a chunk and gives its targeted linears adapters of zeros."""
     chunk.requires_grad_(False)
     rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     for rule in model_rules(chunk, shape):

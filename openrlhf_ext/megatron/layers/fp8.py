@@ -30,8 +30,9 @@ _TESTED_SERIES = ("2.11",)
 _MEGATRON_NAMES = {"blockwise": "blockwise", "current": "tensorwise", "delayed": "delayed"}
 _CAPABILITY = {"blockwise": (9, 0), "current": (8, 9), "delayed": (8, 9)}
 _BLOCKWISE_CUDA = (12, 9)
-_CODES_THAT_MAY_DIFFER = 0.002
-"""A scale may be rounded in another order: so many codes of bf16 weights differ between ours and vLLM's on CPU."""
+_CODES_THAT_MAY_DIFFER = 0.005
+"""A scale may be rounded in another order, and decides for values of bf16 that lie midway between two codes: one last
+bit of all scales changes 0.1 to 0.4 % of the codes; another recipe changes a quarter."""
 _KINDS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 

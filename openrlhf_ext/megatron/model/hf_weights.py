@@ -132,7 +132,7 @@ def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str 
     problems = unaccounted_tensors(checkpoint, shape)
     targets: list[tuple[Rule, torch.nn.Parameter]] = []
     for chunk in chunks:
-        rules, parameters = model_rules(chunk, shape), _parameters(chunk, shape)
+        rules, parameters = model_rules(chunk, shape), parameters_of(chunk, shape)
         for what, names in unaccounted_parameters(rules, shape, parameters, shard.tp_size).items():
             problems.setdefault(what, []).extend(names)
         targets += [
@@ -158,12 +158,12 @@ def fill_rules(
         parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     )
     for chunk in chunks:
-        parameters = _parameters(chunk, shape)
+        parameters = parameters_of(chunk, shape)
         for rule in model_rules(chunk, shape):
             _fill(parameters[rule.parameter], rule, values(rule), shard_runs(rule, shape, shard))
 
 
-def _parameters(chunk: HiddenStateGPTModel, shape: ModelShape) -> dict[str, torch.nn.Parameter]:
+def parameters_of(chunk: HiddenStateGPTModel, shape: ModelShape) -> dict[str, torch.nn.Parameter]:
     """Those of adapters, or all others."""
     wanted = bool(shape.adapter_rank)
     return {name: parameter for name, parameter in chunk.named_parameters() if is_of_adapter(name) == wanted}

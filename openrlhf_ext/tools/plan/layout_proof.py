@@ -24,12 +24,14 @@ import torch
 from openrlhf_ext.inputs import reading
 from openrlhf_ext.megatron.distributed import fake_rank
 from openrlhf_ext.megatron.layers import LayerConverter, kept_bytes
+from openrlhf_ext.megatron.layers.adapted import adapter_parameters, add_zeros
+from openrlhf_ext.megatron.layers.lora import LoRALayers
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel, build_model, transformer_config
 from openrlhf_ext.megatron.model.hf_files import unaccounted_parameters
-from openrlhf_ext.megatron.model.hf_weights import model_rules
+from openrlhf_ext.megatron.model.hf_weights import model_rules, parameters_of
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
-from openrlhf_ext.megatron.model.weight_map import Rule, Shard, hf_shapes, hf_tensors, shard_runs
+from openrlhf_ext.megatron.model.weight_map import HFTensor, Rule, Shard, hf_shapes, hf_tensors, shard_runs
 from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.outputs import aligned
 from openrlhf_ext.tools.plan.memory import COPIES
@@ -86,6 +88,7 @@ class _Holder:
     """A parameter of a built rank: where a rule was met."""
 
     rule: Rule
+    shape: ModelShape
     stage: int
     tensor_rank: int
 
@@ -110,10 +113,12 @@ def prove_layout(
         shares.append(share)
         holders += held
         problems += [f"rank {rank}: {problem}" for problem in found]
-    problems += [*_places(shape, layout.tensor_parallel_size, holders), *_transformers_differences(model_path, shape)]
+    lora = _adapters(converters)
+    tensors = [*hf_tensors(shape), *(hf_tensors(lora.shape(shape)) if lora else ())]
+    problems += [*_places(shape, tensors, layout.tensor_parallel_size, holders)]
+    problems += _transformers_differences(model_path, shape)
     if problems:
         raise LayoutProofError("the weights do not all have exactly one place:\n" + "\n".join(problems))
-    tensors = hf_tensors(shape)
     entries = sum(math.prod(t.shape) for t in tensors)
     return LayoutProof(layout, tuple(shares), len(tensors), entries, time.perf_counter() - started)
 
@@ -123,40 +128,51 @@ def _build(
     converters: Sequence[LayerConverter],
 ) -> tuple[RankShare, list[_Holder], list[str]]:  # fmt: skip
     place = layout.place(rank)
-    holders, problems, layers, parameters, copies = [], [], [], 0, 0
+    holders, problems, layers, parameters, adapters, copies = [], [], [], 0, 0, 0
+    lora = _adapters(converters)
     with fake_rank(layout, rank):
-        for chunk in _meta_chunks(shape, layout, dtype):
-            rules, named = model_rules(chunk, shape), dict(chunk.named_parameters())
-            found = unaccounted_parameters(rules, shape, named, layout.tensor_parallel_size)
-            problems += [f"{what}: {sorted(names)}" for what, names in found.items()]
-            problems += [f"{name} is {p.dtype}, not {dtype}" for name, p in named.items() if p.dtype != dtype]
-            holders += [_Holder(rule, place.stage, place.tensor) for rule in rules]
+        for chunk in _meta_chunks(shape, layout, dtype, lora):
+            for model in (shape, *((lora.shape(shape),) if lora else ())):
+                rules, named = model_rules(chunk, model), parameters_of(chunk, model)
+                found = unaccounted_parameters(rules, model, named, layout.tensor_parallel_size)
+                problems += [f"{what}: {sorted(names)}" for what, names in found.items()]
+                wanted = torch.float32 if model.adapter_rank else dtype
+                problems += [f"{name} is {p.dtype}, not {wanted}" for name, p in named.items() if p.dtype != wanted]
+                holders += [_Holder(rule, model, place.stage, place.tensor) for rule in rules]
             first = chunk.decoder.layers[0].layer_number - 1
             layers.append(range(first, first + len(chunk.decoder.layers)))
-            parameters += sum(p.numel() for p in named.values())
+            parameters += sum(p.numel() for p in chunk.parameters())
+            adapters += sum(p.numel() for p in adapter_parameters([chunk]))
             copies += kept_bytes(converters, chunk.decoder)
     shards = layout.data_parallel_size * layout.context_parallel_size if distributed_optimizer else 1
-    per_parameter = 8 if dtype == torch.float32 else 12
+    trained, per_parameter = (adapters, 8) if lora else (parameters, 8 if dtype == torch.float32 else 12)
     share = RankShare(
         ranks=layout.ranks(tensor=place.tensor, stage=place.stage), tensor=place.tensor, pipeline=place.stage,
-        layers=tuple(layers), parameters=parameters, weight_bytes=parameters * dtype.itemsize,
-        gradient_bytes=parameters * _MAIN_GRAD_BYTES, optimizer_bytes=-(-parameters * per_parameter // shards),
+        layers=tuple(layers), parameters=parameters,
+        weight_bytes=(parameters - adapters) * dtype.itemsize + adapters * torch.float32.itemsize,
+        gradient_bytes=trained * _MAIN_GRAD_BYTES, optimizer_bytes=-(-trained * per_parameter // shards),
         copy_bytes=copies,
     )  # fmt: skip
     return share, holders, problems
 
 
-def _places(shape: ModelShape, size: int, holders: Iterable[_Holder]) -> Iterator[str]:
+def _adapters(converters: Sequence[LayerConverter]) -> LoRALayers | None:
+    return next((each for each in converters if isinstance(each, LoRALayers)), None)
+
+
+def _places(
+    shape: ModelShape, tensors: Sequence[HFTensor], size: int, holders: Iterable[_Holder]
+) -> Iterator[str]:
     """HF tensors without exactly one place for every entry. A tied embedding is on the first stage and on the last."""
     stages: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-    rules: dict[str, Rule] = {}
+    rules: dict[str, _Holder] = {}
     for holder in holders:
-        for name in holder.rule.hf_names:
+        for name in filter(None, holder.rule.hf_names):
             if holder.tensor_rank in stages[name][holder.stage]:
                 yield f"{name} is held twice by tensor-parallel rank {holder.tensor_rank} of stage {holder.stage}"
             stages[name][holder.stage].add(holder.tensor_rank)
-            rules[name] = holder.rule
-    for name in (t.name for t in hf_tensors(shape)):
+            rules[name] = holder
+    for name in (tensor.name for tensor in tensors):
         at = stages.pop(name, {})
         copies = 2 if shape.tied_embeddings and name == shape.family.embedding else 1
         if not 1 <= len(at) <= copies:
@@ -165,7 +181,7 @@ def _places(shape: ModelShape, size: int, holders: Iterable[_Holder]) -> Iterato
             if len(ranks) != size:
                 yield f"{name}: stage {stage} has it on the tensor-parallel ranks {sorted(ranks)} of {size}"
         if name in rules:
-            yield from _gaps(name, rules[name], shape, size)
+            yield from _gaps(name, rules[name].rule, rules[name].shape, size)
     yield from (f"{name} is no tensor of the checkpoint" for name in stages)
 
 
@@ -201,12 +217,19 @@ def _transformers_differences(model_path: str | Path, shape: ModelShape) -> Iter
             yield f"{name}: transformers has {theirs.get(name)}, the weight map {ours.get(name)}"
 
 
-def _meta_chunks(shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> list[HiddenStateGPTModel]:
+def _meta_chunks(
+    shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, lora: LoRALayers | None = None
+) -> list[HiddenStateGPTModel]:
     config = transformer_config(shape, layout, dtype, Megatron())
     config.use_cpu_initialization = True  # on a GPU machine Megatron would name the device itself
     stages = [None] if layout.virtual_pipeline_size == 1 else range(layout.virtual_pipeline_size)
     with torch.device("meta"):
-        return [build_model(shape, config, stage, meta=True) for stage in stages]
+        layers = () if lora is None else (lora,)
+        chunks = [build_model(shape, config, stage, meta=True, converters=layers) for stage in stages]
+    for chunk in chunks:
+        if lora is not None:
+            add_zeros(chunk, shape, lora.adapter)
+    return chunks
 
 
 # ---- as text -------------------------------------------------------------------------------------------------------

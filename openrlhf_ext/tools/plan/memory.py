@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -22,11 +22,12 @@ import numpy as np
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.megatron.layers import LayerConverter
+from openrlhf_ext.megatron.layers.lora import LoRALayers
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.weight_map import shard_shape, stage_rules
-from openrlhf_ext.megatron.settings import layer_converters
+from openrlhf_ext.megatron.settings import layer_converters, without_adapters
 from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.ranks.shared_gpu import RESERVE_BYTES, Parts, shared_parts
 
@@ -109,6 +110,9 @@ def chunk_parameters(
 @cache
 def rank_states(shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions) -> States:
     """States of the ranks of a stage; where ranks share the optimizer's states, of the rank with the largest share."""
+    for converter in options.converters:
+        if isinstance(converter, LoRALayers):
+            return _with_adapters(shape, layout, stage, options, converter)
     shards = layout.data_parallel_size * layout.context_parallel_size if options.distributed else 1
     parameters, entries, owned = 0, 0, np.zeros(shards, dtype=np.int64)
     stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
@@ -128,6 +132,20 @@ def rank_states(shape: ModelShape, layout: ParallelLayout, stage: int, options: 
         int(owned.max()) * (12 if options.param_bytes == 2 else 8),
         _copies(shape, layout, stage, options.converters),
     )
+
+
+def _with_adapters(
+    shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions, lora: LoRALayers
+) -> States:
+    """Frozen weights, and adapters in fp32 with gradients and Adam's two moments."""
+    shards = layout.data_parallel_size * layout.context_parallel_size if options.distributed else 1
+    base = rank_states(shape, layout, stage, replace(options, converters=without_adapters(options.converters)))
+    own, size = lora.shape(shape), layout.tensor_parallel_size
+    chunks = layout.chunk_layers(shape.num_layers)
+    one = sum(math.prod(shard_shape(rule, own, size)) for rule in stage_rules(own, range(1), first=False, last=False))
+    entries = one * sum(len(layers) for (at, _), layers in chunks.items() if at == stage)
+    weights, optimizer = base.weights + 4 * entries, -(-8 * entries // shards)
+    return States(base.parameters + entries, weights, entries * _GRADIENT_BYTES, optimizer, base.copies)
 
 
 def _buffer(
