@@ -90,6 +90,7 @@ class RolloutEngine(compat.RolloutRayActor):
         num_gpus: float = 0,
         in_process: bool = False,
         bf16_layers: Sequence[int] | None = None,
+        adapter_rank: int = 0,
         tells_entropies: bool = False,
         request_timeout_s: float,
         **engine_args: Any,
@@ -103,12 +104,14 @@ class RolloutEngine(compat.RolloutRayActor):
                 VLLM_ENABLE_V1_MULTIPROCESSING=0), instead of in one of its own.
             bf16_layers: quantize linear layers but in these decoder layers, and prove it now and after every update
                 (`worker_extension`); None: quantize nothing.
+            adapter_rank: of the adapters that updates bring, over the weights from the disk, which stay (`adapters`);
+                0: updates bring all weights.
             tells_entropies: completions bring the entropy of each sampled token's distribution.
         """
         with without_collection():
             import vllm
 
-            from openrlhf_ext.rollout import scheduler, worker_extension
+            from openrlhf_ext.rollout import adapters, scheduler, worker_extension
 
         self._configure_device_env(engine_args.get("distributed_executor_backend"), bundle_indices, num_gpus)
         self._configure_vllm_env(packaging_version, vllm, full_determinism=False)
@@ -122,6 +125,9 @@ class RolloutEngine(compat.RolloutRayActor):
         }
         if bf16_layers is not None:
             self.kwargs = worker_extension.with_quantized_layers(self.kwargs, bf16_layers)
+        if adapter_rank:
+            self.kwargs = adapters.with_adapter(self.kwargs, adapter_rank)
+        self._keeps_base = adapter_rank > 0
         self._in_process, self.tells_entropies = in_process, tells_entropies
         self._mm_pad_token_ids = None  # of images, which are not supported; read by OpenRLHF's `generate`
         self._request_timeout_s = request_timeout_s
@@ -137,6 +143,9 @@ class RolloutEngine(compat.RolloutRayActor):
         self._queued_probe: tuple[_Request, _Request] | None = None
         self._updating, self._resumes = asyncio.Lock(), True
         self.llm = await _start(vllm.AsyncEngineArgs(*args, **self.kwargs), in_process, bf16_layers)
+        if adapter_rank:
+            await self.llm.collective_rpc("hold_adapter")
+            self.llm = adapters.AdaptedEngine(self.llm, lambda: self._weight_version)
         if tells_entropies:
             await self.llm.collective_rpc("tell_entropies")
 
@@ -211,10 +220,18 @@ class RolloutEngine(compat.RolloutRayActor):
 
     async def discard_weights(self) -> None:
         """Give up all memory without a copy of the weights; generation is refused until an update is complete. vLLM
-        saves the buffers (vllm 0.29.0 v1/worker/gpu_worker.py:242), which no update brings."""
+        saves the buffers (vllm 0.29.0 v1/worker/gpu_worker.py:242), which no update brings. Where updates bring
+        adapters the weights are copied to the host, with them the layers' adapter: all lies in the pool that vLLM
+        saves (gpu_worker.py:490)."""
         self._weight_error = "its weights were given up for an update, which has not come"
         self._resumes = False  # it is woken up afterwards
-        await self.sleep(level=2)
+        await self.sleep(level=1 if self._keeps_base else 2)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Raises ValueError: at level 2 an engine would lose weights that no update brings back."""
+        if level == 2 and self._keeps_base:
+            raise ValueError("an engine whose updates bring adapters cannot sleep at level 2: its base would be lost")
+        await super().sleep(level)
 
     async def wake_weights(self) -> None:
         """Hold memory for the weights and no KV cache: what a sync needs of a colocated engine, asleep or awake."""

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from vllm import AsyncEngineArgs, AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from openrlhf_ext.rollout.process import take_down_with_me
@@ -58,17 +59,22 @@ class InProcessEngine:
         return self._engine.output_processor
 
     async def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, lora_request: LoRARequest | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the finished output, once. A request whose consumer goes away is aborted."""
         try:
-            yield await (await self.add_request(request_id, prompt, sampling_params)).get()
+            yield await (await self.add_request(request_id, prompt, sampling_params, lora_request=lora_request)).get()
         finally:
             if self._outputs.pop(request_id, None) is not None:
                 self._commands.put(_Command(lambda: self._engine.abort_request([request_id])))
 
     async def add_request(
-        self, request_id: str, prompt: Any, sampling_params: SamplingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> PendingOutput:
         """Return when the request is in the engine's queue, in front of those of a larger ``priority``."""
         params = sampling_params.clone()
@@ -76,7 +82,8 @@ class InProcessEngine:
         finished: Future[RequestOutput] = Future()
         finished.set_running_or_notify_cancel()
         self._outputs[request_id] = finished
-        await self._call(lambda: self._engine.add_request(request_id, prompt, params, priority=priority))
+        more: dict[str, Any] = {"priority": priority, "lora_request": lora_request}
+        await self._call(lambda: self._engine.add_request(request_id, prompt, params, **more))
         return PendingOutput(finished)
 
     async def count_tokens(self) -> dict[str, int]:

@@ -38,6 +38,7 @@ from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from openrlhf_ext.fp8.quantize import BLOCK, E4M3, Grid, Quantized, quantize
 from openrlhf_ext.patches.vllm_tied_head import repack_tied_heads
+from openrlhf_ext.rollout.adapters import HeldAdapter, are_adapters
 from openrlhf_ext.rollout.response import NotFP8
 from openrlhf_ext.rollout.sync.base import Link, WeightSyncError
 from openrlhf_ext.rollout.sync.plan import BucketPlan, Spec, bit_sum, words
@@ -304,8 +305,13 @@ class WeightSyncExtension:
     vllm_config: Any
     reload_weights: Callable[..., None]
     _weight_receiver: WeightReceiver | None = None
-    _held: HeldWeights
+    _held: HeldWeights | HeldAdapter
+    _adapter: HeldAdapter | None = None
     _bf16_layers: list[int] | None = None
+
+    def hold_adapter(self) -> None:
+        """From now on requests ask for an adapter, and updates bring adapters."""
+        self._adapter = HeldAdapter(self.model_runner.lora_manager)
 
     def prove_quantized(self, bf16_layers: list[int]) -> None:
         """Look at every linear layer, now and after every update; raises NotFP8 (`require_fp8`)."""
@@ -326,11 +332,16 @@ class WeightSyncExtension:
     def connect_weight_receiver(self, plan: dict[str, Any], link: dict[str, Any]) -> None:
         """Join the sender's group as this worker's number within its engine says."""
         self.disconnect_weight_receiver()
-        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_telling)
         agreed = BucketPlan.from_wire(plan)
-        self._weight_receiver = WeightReceiver.connect(agreed, Link(**link), self.rank)
+        if are_adapters(agreed) != (self._adapter is not None):
+            brings, takes = ("all weights", "adapters") if self._adapter is not None else ("adapters", "all weights")
+            raise WeightSyncError(f"the update brings {brings}, the engine was started for {takes} (adapter_rank)")
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_telling)
         workers = self.vllm_config.parallel_config.tensor_parallel_size
-        self._held = HeldWeights(self.model_runner.get_model(), agreed, workers)
+        if self._adapter is not None:
+            self._adapter.expect(agreed, workers)
+        self._weight_receiver = WeightReceiver.connect(agreed, Link(**link), self.rank)
+        self._held = self._adapter or HeldWeights(self.model_runner.get_model(), agreed, workers)
 
     def disconnect_weight_receiver(self) -> None:
         if self._weight_receiver is not None:
@@ -339,22 +350,30 @@ class WeightSyncExtension:
 
     def replace_weights(self, version: int, sizes: Sequence[int] = ()) -> tuple[float, list[tuple[int, int, bool]]]:
         """Receive and load an update (`WeightReceiver.receive`): seconds spent loading and summing, and
-        `HeldWeights.sums`. After an error the weights are a mixture of two versions: the caller must not sample until
-        an update succeeds (`RolloutEngine.receive_weights` sees to that), and the senders have to be connected anew."""
+        `HeldWeights.sums`. After an error the weights are a mixture of two versions (an adapter is the one before): the
+        caller must not sample until an update succeeds (`RolloutEngine.receive_weights` sees to that), and the senders
+        have to be connected anew."""
         if self._weight_receiver is None:
             raise WeightSyncError("this engine has not joined a weight-sync group, or has left it after an error")
         start = time.monotonic()
         try:
-            self.reload_weights(weights_iterator=self._held.watch(self._weight_receiver.receive(version, sizes)))
-            repack_tied_heads(self.model_runner.get_model())
+            self._load(self._weight_receiver.receive(version, sizes))
             if self._bf16_layers is not None:
                 self.prove_quantized(self._bf16_layers)
             sums = self._held.sums()
         except Exception:
             self.disconnect_weight_receiver()
-            self._recover_from_partial_reload()
+            if self._adapter is None:
+                self._recover_from_partial_reload()
             raise
         return time.monotonic() - start - self._weight_receiver.waited_s, sums
+
+    def _load(self, stream: Iterable[tuple[str, Tensor]]) -> None:
+        if isinstance(self._held, HeldAdapter):
+            self._held.replace(stream)
+            return
+        self.reload_weights(weights_iterator=self._held.watch(stream))
+        repack_tied_heads(self.model_runner.get_model())
 
     def _recover_from_partial_reload(self) -> None:
         # A layer that has got some of its tensors would take those for part of the next update
