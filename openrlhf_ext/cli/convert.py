@@ -1,7 +1,9 @@
-"""``openrlhf-ext convert --check PATH [--tp N --pp N ...]``: proves that a checkpoint goes in and out.
+"""``openrlhf-ext convert --check PATH [--tp N --pp N ...]`` proves that a checkpoint goes in and out;
+``openrlhf-ext convert --merge ADAPTER --to FOLDER`` adds a LoRA adapter to the weights of its base.
 
-Loads the Hugging Face checkpoint into the Megatron policy in the given layout (one process per rank, on this machine),
-exports it again and compares bit for bit with the files, then compares log-probs with transformers.
+--check loads the Hugging Face checkpoint into the Megatron policy in the given layout (one process per rank, on this
+machine), exports it again and compares bit for bit with the files, then compares log-probs with transformers. --merge
+writes a whole checkpoint, which transformers and vLLM load as any other.
 """
 
 from __future__ import annotations
@@ -19,6 +21,23 @@ def main(argv: list[str] | None = None) -> int:
 
     apply()
     arguments = _parse(argv)
+    return _merge(arguments) if arguments.merge is not None else _check(arguments)
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    from openrlhf_ext.checkpoints import CheckpointError
+    from openrlhf_ext.tools.merge import merge
+
+    try:
+        sizes = merge(arguments.merge, arguments.to, arguments.base)
+    except (ValueError, OSError, CheckpointError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{arguments.to}: {sum(sizes.values()) / 2**20:.1f} MiB in {len(sizes)} files, the adapter in the weights")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
     from openrlhf_ext.config.model_rules import divisible
@@ -75,7 +94,12 @@ _FLAGS = {
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser("convert", __doc__.split("\n\n")[1])
-    parser.add_argument("--check", required=True, metavar="PATH", help="folder of the Hugging Face checkpoint")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--check", metavar="PATH", help="folder of the Hugging Face checkpoint")
+    what.add_argument("--merge", metavar="ADAPTER", help="folder of a LoRA adapter (ckpt.output_dir of a run with "
+        "ds.lora.rank, or peft's), to be added to its base's weights")  # fmt: skip
+    parser.add_argument("--to", metavar="FOLDER", help="--merge: where the whole checkpoint goes")
+    parser.add_argument("--base", metavar="FOLDER", help="--merge: the base (default: the one that the adapter names)")
     parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks (default 1)")
     parser.add_argument("--pp", type=positive, default=1, help="pipeline stages (default 1)")
     parser.add_argument("--cp", type=positive, default=1, help="context-parallel ranks (default 1)")
@@ -92,7 +116,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "--tolerance", type=float, default=None, help="mean log-prob difference, nats (default fp32 1e-4, bf16 0.1)"
     )
     parser.add_argument("--timeout_s", type=float, default=1800.0, help="longest time of the check (default 1800 s)")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if (arguments.merge is None) != (arguments.to is None):
+        parser.error("--merge ADAPTER and --to FOLDER belong together")
+    return arguments
 
 
 def _text(report, settings) -> str:

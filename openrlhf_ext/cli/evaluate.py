@@ -16,9 +16,10 @@ import json
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, closing
-from dataclasses import asdict
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,7 @@ def _results(request: Request) -> list[Any]:
             opened.enter_context(closing(_locked(request.out)))
         paths = [request.store_path(task.name) for task in tasks]
         settings = request.settings if request.out else [{}] * len(tasks)
+        given = opened.enter_context(_whole(given))
         stores = [opened.enter_context(Store(*pair)) for pair in zip(paths, settings, strict=True)]
         if given.completions:
             ks = request.ks(len(request.completions[0]))
@@ -167,7 +169,22 @@ def _results(request: Request) -> list[Any]:
         )  # fmt: skip
         open_sampler = partial(_open_vllm if given.engine == "vllm" else _open_transformers, given, sampling)
         ks = request.ks(request.samples)
-        return evaluate(tasks, stores, given.model, sampling, grading, ks, open_sampler, given.short_tokens)
+        results = evaluate(tasks, stores, given.model, sampling, grading, ks, open_sampler, given.short_tokens)
+        return [replace(result, model=request.arguments.model) for result in results]
+
+
+@contextmanager
+def _whole(given: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """The arguments with a whole checkpoint in the place of a LoRA adapter, in a folder that is there in the body."""
+    from openrlhf_ext.tools.merge import is_adapter, merge
+
+    if given.model is None or not is_adapter(given.model):
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="merged-") as folder:
+        whole = Path(folder) / Path(given.model).resolve().name
+        merge(given.model, whole)
+        yield argparse.Namespace(**vars(given) | {"model": str(whole)})
 
 
 def _locked(folder: Path) -> FolderLock:

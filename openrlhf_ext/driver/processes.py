@@ -33,6 +33,7 @@ from openrlhf_ext.driver.settings import (
 from openrlhf_ext.driver.waits import Deadline, call_ranks
 from openrlhf_ext.fp8 import cuda_home
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.adapter import chosen_adapter
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.settings import row_costs, without_adapters
 from openrlhf_ext.megatron.step.dealing import RowCosts
@@ -93,7 +94,7 @@ def start_engines(config: RunConfig, use_gpu: bool, policy_places: Reservation) 
     places = engine_places(config, use_gpu, shared, config.vllm.num_engines, "the rollout engines")
     return _create_engines(
         config, use_gpu, places, policy_path(config), config.vllm.num_engines, config.train.seed,
-        tells_entropies=engine_entropies(config),
+        tells_entropies=engine_entropies(config), adapter_rank=adapter_rank(config),
     )  # fmt: skip
 
 
@@ -109,7 +110,7 @@ def start_guide_engines(config: RunConfig, use_gpu: bool) -> EngineFleet | None:
 
 def _create_engines(
     config: RunConfig, use_gpu: bool, places: EnginePlaces | None, model_path: str, count: int, seed: int,
-    tells_entropies: bool = False,
+    tells_entropies: bool = False, adapter_rank: int = 0,
 ) -> EngineFleet:
     from openrlhf_ext.rollout.launch import create_rollout_engines
 
@@ -138,9 +139,18 @@ def _create_engines(
         fast_tokenizer=not config.data.disable_fast_tokenizer,
         batch_invariant=config.train.full_determinism_enable,
         bf16_layers=layers,
+        adapter_rank=adapter_rank,
         tells_entropies=tells_entropies,
         more_env={} if layers is None else fp8_env(use_gpu),
     )
+
+
+def adapter_rank(config: RunConfig) -> int:
+    """Of the adapters that weight syncs bring; 0: they bring weights."""
+    lora = config.ds.lora
+    if not lora.enabled or config.vllm.lora == "merged":
+        return 0
+    return chosen_adapter(lora, read_model_shape(policy_path(config)).family).rank
 
 
 def bf16_layers(config: RunConfig, model_path: str) -> list[int] | None:

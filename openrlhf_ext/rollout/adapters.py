@@ -109,7 +109,7 @@ class HeldAdapter:
         problems = [problem for spec in plan.tensors if (problem := self._problem(spec, places[spec[0]])) is not None]
         modules = Counter(name.removesuffix(end) for name in places for end in _ENDS if name.endswith(end))
         problems += [f"{module}: has one of lora_A and lora_B, not both" for module, n in modules.items() if n == 1]
-        ranks = {shape[0 if place.is_a else 1] for (_, shape, _), place in zip(plan.tensors, places.values()) if place}
+        ranks = {shape[0 if place.is_a else 1] for (_, shape, _), place in zip(plan.tensors, places.values(), strict=True) if place}
         if len(ranks) != 1 or max(ranks) > self._largest:
             problems.append(f"tensors are of ranks {sorted(ranks)}, should be of one up to {self._largest}")
         if problems:

@@ -3,11 +3,12 @@ late."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.model.adapter import Adapter
+from openrlhf_ext.megatron.model.weight_map import adapter_shape
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -28,7 +29,7 @@ class LoRALayers(LayerConverter):
 
     def shape(self, base: ModelShape) -> ModelShape:
         """Of the adapters, as a model of its own in the weight map."""
-        return replace(base, adapter_rank=self.adapter.rank, adapter_targets=self.adapter.targets)
+        return adapter_shape(base, self.adapter)
 
     def convert(self, layer: ModuleSpec, number: int, num_layers: int) -> None:
         from openrlhf_ext.megatron.layers.adapted import adapted

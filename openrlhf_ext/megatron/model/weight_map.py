@@ -14,7 +14,7 @@ from functools import cache
 from torch import Tensor
 
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.model.adapter import module_name
+from openrlhf_ext.megatron.model.adapter import Adapter, module_name
 from openrlhf_ext.megatron.model.family import Rule, Size
 from openrlhf_ext.megatron.model.shape import ModelShape
 
@@ -24,6 +24,11 @@ def value_head_rule(shape: ModelShape) -> Rule:
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------
+
+
+def adapter_shape(base: ModelShape, adapter: Adapter) -> ModelShape:
+    """Of the adapters of a model, as a model of its own."""
+    return replace(base, adapter_rank=adapter.rank, adapter_targets=adapter.targets)
 
 
 def is_of_adapter(parameter: str) -> bool:

@@ -41,6 +41,7 @@ from openrlhf_ext.tools.evaluate.problems import (
     task_settings,
 )
 from openrlhf_ext.tools.evaluate.protocols import MATH_TEMPLATE, PROTOCOLS, SYSTEM_PROMPTS, settle
+from openrlhf_ext.tools.merge import base_of, is_adapter
 
 _SAMPLING = ("temperature", "top_p", "max_new_tokens", "batch_size", "seed", "engine", "dtype", "device", "greedy")
 _ENGINE = ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_mib")
@@ -299,6 +300,7 @@ def _require_one_vocabulary(model: str, reference: str) -> None:
 def _vocabulary_size(folder: str) -> int:
     from transformers import AutoConfig
 
+    folder = base_of(folder) if is_adapter(folder) else folder
     file = Path(folder) / "config.json"
     read_json(file)  # transformers would look for a name on the hub
     with reading(file, "by transformers"):

@@ -1,0 +1,78 @@
+"""A peft adapter added to the weights of its base: a whole checkpoint, in one process, some rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from openrlhf_ext.inputs import TEXT, InputError, read_json
+from openrlhf_ext.megatron.model.adapter import CONFIG, WEIGHTS, Adapter, module_name, read_adapter
+from openrlhf_ext.megatron.model.hf_files import (
+    HFCheckpoint,
+    HFRows,
+    WeightMapError,
+    describe,
+    read_side_files,
+    save_hf,
+    unaccounted_tensors,
+)
+from openrlhf_ext.megatron.model.shape import read_model_shape
+from openrlhf_ext.megatron.model.weight_map import HFTensor, adapter_shape, hf_tensors
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_ENTRIES_AT_ONCE = 1 << 26
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a folder holds a peft adapter and no whole checkpoint."""
+    folder = Path(folder)
+    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def base_of(adapter: str | Path) -> str:
+    """The folder of the checkpoint that an adapter belongs to, as it says. Raises InputError: it is not here."""
+    base = read_json(Path(adapter) / CONFIG, {"base_model_name_or_path": TEXT})["base_model_name_or_path"]
+    if not Path(base).is_dir():
+        remedy = f"openrlhf-ext convert --merge {adapter} --base FOLDER --to WHOLE makes a checkpoint that needs none"
+        raise InputError(f"the base of {adapter} is {base}, which is no folder here: {remedy}")
+    return base
+
+
+def merge(adapter: str | Path, target: str | Path, base: str | Path | None = None) -> dict[str, int]:
+    """Writes W + alpha / r B A, computed in fp32, with the base's dtype, configuration and tokenizer; the size of every
+    file in bytes. ``base``: None: the one that the adapter names. Raises InputError, WeightMapError: a folder lacks
+    something, or the adapter is another model's."""
+    base = base_of(adapter) if base is None else base
+    shape = read_model_shape(base)
+    found = read_adapter(adapter, shape.family)
+    weights, low_rank = HFCheckpoint(base), HFCheckpoint(adapter, WEIGHTS)
+    for path, problems in (
+        (base, unaccounted_tensors(weights, shape)),
+        (adapter, unaccounted_tensors(low_rank, adapter_shape(shape, found))),
+    ):
+        if problems:
+            raise WeightMapError(f"{path}: {describe(problems)}")
+    tensors = hf_tensors(shape)
+    dtype = _DTYPES[weights.header(tensors[0].name)[1]]
+    rows = (part for tensor in tensors for part in _merged(tensor, weights, low_rank, found, dtype))
+    return save_hf(rows, tensors, dtype, read_side_files(base), target)
+
+
+def _merged(
+    tensor: HFTensor, weights: HFCheckpoint, low_rank: HFCheckpoint, adapter: Adapter, dtype: torch.dtype
+) -> Iterator[HFRows]:
+    module, _, kind = tensor.name.rpartition(".")
+    has_adapter = kind == "weight" and f"base_model.model.{module}.lora_A.weight" in low_rank.names
+    assert not has_adapter or module_name(tensor.name) in adapter.targets
+    a_RK = low_rank.read(f"base_model.model.{module}.lora_A.weight").float() if has_adapter else None
+    width = tensor.shape[1] if len(tensor.shape) > 1 else 1
+    step = max(1, _ENTRIES_AT_ONCE // width)
+    for start in range(0, tensor.shape[0], step):
+        values: Tensor = weights.read(tensor.name, 0, start, start + step)
+        if a_RK is not None:
+            b_NR = low_rank.read(f"base_model.model.{module}.lora_B.weight", 0, start, start + step).float()
+            values = values.float() + adapter.scale * (b_NR @ a_RK)
+        yield HFRows(tensor.name, start, values.to(dtype))
