@@ -109,8 +109,9 @@ class HeldAdapter:
         problems = [problem for spec in plan.tensors if (problem := self._problem(spec, places[spec[0]])) is not None]
         modules = Counter(name.removesuffix(end) for name in places for end in _ENDS if name.endswith(end))
         problems += [f"{module}: has one of lora_A and lora_B, not both" for module, n in modules.items() if n == 1]
-        ranks = {shape[0 if place.is_a else 1] for (_, shape, _), place in zip(plan.tensors, places.values(), strict=True) if place}
-        if len(ranks) != 1 or max(ranks) > self._largest:
+        sides = (spec[1][:1] if place.is_a else spec[1][1:] for spec in plan.tensors if (place := places[spec[0]]))
+        ranks = {rank for side in sides for rank in side}
+        if len(ranks) > 1 or max(ranks, default=0) > self._largest:
             problems.append(f"tensors are of ranks {sorted(ranks)}, should be of one up to {self._largest}")
         if problems:
             more = f"\n- and {len(problems) - _LISTED} more" if len(problems) > _LISTED else ""

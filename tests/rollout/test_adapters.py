@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ import ray
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
 from openrlhf_ext.options.sections import Vllm
 from openrlhf_ext.rollout import launch
 from openrlhf_ext.rollout.adapters import HeldAdapter, with_adapter
 from openrlhf_ext.rollout.probe import WeightSyncMismatch, check_sync
+from openrlhf_ext.rollout.response import InvalidWeights
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import EngineFailed, WeightSyncError
 from openrlhf_ext.rollout.sync.sender import WeightSender
@@ -41,13 +44,14 @@ PREFIX = "base_model.model.model.layers."
 class Adapter:
     """One of peft's, strong enough to see, over the model that the engines have read from the disk."""
 
-    def __init__(self, folder: Path, seed: int, targets: list[str]) -> None:
+    def __init__(self, folder: Path, seed: int, targets: list[str], b: float) -> None:
+        """``b``: the size of B's entries."""
         config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets)
         self.model = peft.get_peft_model(tiny.random_model(seed=0, tied=False), config).eval()
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.model.named_parameters():
-            if "lora_B" in name:
-                parameter.data.normal_(0, 0.1, generator=generator)
+            if "lora_" in name:
+                parameter.data.normal_(0, b if "lora_B" in name else 0.1, generator=generator)
         self.model.save_pretrained(folder)
         stored = load_file(folder / "adapter_model.safetensors")
         self.sent = {name: tensor * (ALPHA / RANK if "lora_B" in name else 1) for name, tensor in stored.items()}
@@ -57,6 +61,11 @@ class Adapter:
 
 
 class AdaptedEngine(tiny.SabotagedEngine):
+    async def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.slept: list[int] = []
+        self.begun: list[asyncio.Task] = []
+        await super().__init__(*args, **kwargs)
+
     async def in_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return await self.llm.collective_rpc(function, args=args)
 
@@ -69,15 +78,31 @@ class AdaptedEngine(tiny.SabotagedEngine):
 
         self.llm = AdaptedEngine(self.llm, lambda: self._weight_version)
 
-    async def levels(self) -> list[int]:
-        """At which it slept from now on."""
-        slept: list[int] = []
+    async def begin(self, token_ids: list[int], params: Any) -> None:
+        """Have a request, and those before it, sample some tokens, and pause; `ended` has their outputs."""
+        await self.pause_generation()
+        self.begun.append(asyncio.create_task(self.generate(token_ids, params)))
+        while len(tokens := await self.sampled_tokens()) < len(self.begun):
+            await asyncio.sleep(0.001)
+        enough = sum(tokens.values()) + 5 * len(tokens)
+        await self.resume_generation()
+        while sum((await self.sampled_tokens()).values()) < enough:
+            await asyncio.sleep(0)
+        await self.pause_generation()
 
-        async def sleep(level: int) -> None:
-            slept.append(level)
+    async def ended(self) -> list[Any]:
+        begun, self.begun = self.begun, []
+        await self.resume_generation()
+        return await asyncio.gather(*begun)
 
-        self.llm.sleep, self.slept = sleep, slept
+    async def note_levels(self) -> list[int]:
+        """At which it slept since the last call; on CPU nothing else happens."""
+        slept, self.slept = self.slept, []
         return slept
+
+    async def sleep(self, level: int = 1) -> None:
+        await super().sleep(level)
+        self.slept.append(level)
 
 
 class Rig:
@@ -85,20 +110,21 @@ class Rig:
         self.engine, self.workers, self.version, self._folder = engine, workers, 0, folder
         self.sender: WeightSender | None = None
 
-    def adapter(self, seed: int, targets: list[str] = ALL) -> Adapter:
-        return Adapter(self._folder / f"{seed}", seed, targets)
+    def adapter(self, seed: int, targets: Sequence[str] = ALL, b: float = 0.1) -> Adapter:
+        return Adapter(self._folder / f"{seed}", seed, list(targets), b)
 
-    def send(self, tensors: dict[str, Tensor]) -> None:
-        """Buckets are smaller than some tensors, and not the first plan that these engines get."""
+    def send(self, tensors: dict[str, Tensor], missing: str = "") -> None:
+        """In buckets that are smaller than some tensors; fails where it comes to ``missing``."""
         plan = plan_of(tensors, 2_000)
-        staging = find_transport("gloo").staging(plan, [[0]], PATIENCE_S)
-        sender = WeightSender("gloo", plan, staging, [self.engine], self.workers, PATIENCE_S)
-        sender.connect()
+        if self.sender is None or not self.sender.connected or plan != self.plan:
+            if self.sender is not None:
+                self.sender.close()
+            staging = find_transport("gloo").staging(plan, [[0]], PATIENCE_S)
+            self.sender = WeightSender("gloo", plan, staging, [self.engine], self.workers, PATIENCE_S)
+            self.plan = plan
+            self.sender.connect()
         self.version += 1
-        try:
-            sender.send(fill_with(tensors), self.version)
-        finally:
-            sender.close()
+        self.sender.send(fill_with({name: t for name, t in tensors.items() if name != missing}), self.version)
 
     def spoil(self, kind: str) -> None:
         self.in_workers(spoil, kind)
@@ -110,16 +136,17 @@ class Rig:
         scored = ray.get(self.engine.probe_logprobs.remote(PROBE), timeout=PATIENCE_S)
         return check_sync(expected, [scored], TOLERANCE, self.version)
 
-    def sample(self, length: int = 20) -> Any:
+    def sample(self, length: int = 20, method: str = "generate") -> Any:
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0, seed=1, logprobs=0)
-        return self.engine.generate.remote(PROBE[:8], params)
+        return ray.get(getattr(self.engine, method).remote(PROBE[:8], params), timeout=PATIENCE_S)
 
 
 def logprobs_of(output: Any) -> Tensor:
     (completion,) = output.outputs
-    return torch.tensor([at[token].logprob for token, at in zip(completion.token_ids, completion.logprobs)])
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return torch.tensor([at[token].logprob for token, at in pairs])
 
 
 # ---- what goes wrong in a worker, given to it by name
@@ -155,9 +182,25 @@ def spoil(worker: WeightSyncExtension, kind: str) -> None:
     held.replace = replace if not kind else spoiled  # type: ignore[method-assign]
 
 
-def lose_adapter(worker: WeightSyncExtension) -> None:
+def drop_adapters(worker: WeightSyncExtension) -> None:
+    """With what its layers hold of them."""
     worker.reload_weights()
-    assert worker.model_runner.lora_manager.list_adapters() == set()
+    manager = worker.model_runner.lora_manager
+    assert manager.list_adapters() == set()
+    for layer in manager._adapter_manager.modules.values():
+        layer.reset_lora(0)
+
+
+def forget_all(worker: WeightSyncExtension) -> None:
+    """As when it started."""
+    worker.hold_adapter()
+
+
+def stacks(worker: WeightSyncExtension) -> Tensor:
+    """What all layers hold."""
+    layers = worker.model_runner.lora_manager._adapter_manager.modules.values()
+    linear = [layer for layer in layers if isinstance(layer, BaseLinearLayerWithLoRA)]
+    return torch.cat([each.flatten() for layer in linear for each in (*layer.lora_a_stacked, *layer.lora_b_stacked)])
 
 
 # ---- engines
@@ -195,14 +238,14 @@ def test_before_the_first_adapter_the_base_answers_and_afterwards_it_does_as_in_
 ) -> None:
     base = tiny.logprobs(tiny.random_model(seed=0, tied=False), PROBE)
     rig.check(base)
-    before = ray.get(rig.sample(), timeout=PATIENCE_S)
+    before = rig.sample()
     one = rig.adapter(1)
     with caplog.at_level(logging.INFO):
         rig.send(one.sent)
     assert "checksums of 28 tensors agree as the engines hold them, of 0 as the engines received" in caplog.text
     rig.check(one.logprobs(PROBE))
     assert (one.logprobs(PROBE) - base).abs().mean() > 0.5
-    after = ray.get(rig.sample(), timeout=PATIENCE_S)
+    after = rig.sample()
     tokens = [*PROBE[:8], *after.outputs[0].token_ids]
     assert (one.logprobs(tokens)[7:] - logprobs_of(after)).abs().max() < TOLERANCE
     assert before.outputs[0].token_ids != after.outputs[0].token_ids
@@ -224,3 +267,158 @@ def test_a_version_is_not_answered_from_another_s_keys_and_values(rig: Rig) -> N
     rig.send(two.sent)
     rig.check(two.logprobs(PROBE))
     ray.get(rig.engine.sabotage.remote(forget_to_reset=False))
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "names"),
+    [
+        ("kept", 1, "0: 28 of 28: "),
+        ("kept", 2, "0: 28 of 28: "),
+        ("swapped layers", 2, "0: 28 of 28: "),
+        ("wrong slice", 2, f"0: 1 of 28: {PREFIX}1.self_attn.o_proj.lora_A.weight$"),
+        ("one value of A", 2, f"0: 1 of 28: {PREFIX}0.self_attn.k_proj.lora_A.weight$"),
+        ("one value of B", 1, f"0: 1 of 28: {PREFIX}0.self_attn.v_proj.lora_B.weight$"),
+        ("padding", 2, f"0: 1 of 28: {PREFIX}0.self_attn.q_proj.lora_B.weight$"),
+    ],
+)
+def test_what_a_worker_holds_is_not_what_was_sent(rigs: dict[int, Rig], kind: str, workers: int, names: str) -> None:
+    rig = rigs[workers]
+    one, two = rig.adapter(6), rig.adapter(7)
+    rig.send(one.sent)
+    rig.spoil(kind)
+    with pytest.raises(WeightSyncMismatch, match=f"engine {names}"):
+        rig.send(two.sent)
+    rig.spoil("")
+    if kind == "kept":
+        rig.check(one.logprobs(PROBE))
+        with pytest.raises(WeightSyncMismatch, match="engine 0: MISMATCH"):
+            rig.check(two.logprobs(PROBE))
+    rig.send(two.sent)
+    rig.check(two.logprobs(PROBE))
+
+
+def test_an_engine_that_never_got_an_adapter_and_requests_without_one_are_seen_by_the_probe(rig: Rig) -> None:
+    one, base = rig.adapter(8), tiny.logprobs(tiny.random_model(seed=0, tied=False), PROBE)
+    rig.in_workers(forget_all)
+    rig.spoil("kept")
+    with pytest.raises(WeightSyncMismatch, match="engine 0: 28 of 28: "):
+        rig.send(one.sent)
+    rig.spoil("")
+    rig.check(base)
+    with pytest.raises(WeightSyncMismatch, match="engine 0: MISMATCH"):
+        rig.check(one.logprobs(PROBE))
+    ray.get(rig.engine.forget_adapters.remote())
+    rig.send(one.sent)
+    with pytest.raises(WeightSyncMismatch, match="engine 0: MISMATCH"):
+        rig.check(one.logprobs(PROBE))
+    rig.check(base)
+    ray.get(rig.engine.recall_adapters.remote())
+    rig.check(one.logprobs(PROBE))
+
+
+Q_A = f"{PREFIX}0.self_attn.q_proj.lora_A.weight"
+
+
+def renamed(old: str, new: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda sent: {name.replace(old, new): tensor for name, tensor in sent.items()}
+
+
+def with_tensor(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda sent: {**sent, name: tensor}
+
+
+REFUSED: list[tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = [
+    (renamed("model.model.layers", "model.layers"), "and 23 more"),
+    (renamed("q_proj", "query"), r"self_attn.query.lora_A.weight: no linear layer of the engine's model has"),
+    (renamed("q_proj", "qkv_proj"), r"self_attn.qkv_proj.lora_A.weight: no linear layer"),
+    (with_tensor("base_model.model.lm_head.lora_A.weight", torch.ones(RANK, 64)), "lm_head.lora_A.weight: no linear"),
+    (with_tensor("model.norm.weight", torch.ones(64)), "model.norm.weight: no linear layer"),
+    (lambda sent: {n: t for n, t in sent.items() if n != Q_A}, "0.self_attn.q_proj: has one of lora_A and lora_B"),
+    (with_tensor(Q_A, torch.ones(RANK + 1, 64)), r"tensors are of ranks \[3, 4\], should be of one up to 8"),
+    (with_tensor(Q_A, torch.ones(RANK, 65)), r"has the shape \(3, 65\), the layer's is 64 long"),
+    (with_tensor(Q_A, torch.ones(RANK, 64).bfloat16()), "is torch.bfloat16, the engine's adapters are torch.float32"),
+    (lambda sent: {"model.norm.weight": torch.ones(64)}, r"brings all weights, the engine was started for adapters"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), REFUSED)
+def test_an_adapter_that_does_not_fit_is_named_before_the_old_one_is_touched(
+    rigs: dict[int, Rig], change: Callable[[dict[str, Tensor]], dict[str, Tensor]], says: str
+) -> None:
+    rig, one = rigs[1], rigs[1].adapter(9)
+    rig.send(one.sent)
+    with pytest.raises(EngineFailed, match=says):
+        rig.send(change(rig.adapter(10).sent))
+    rig.check(one.logprobs(PROBE))
+
+
+def test_after_an_update_that_broke_off_the_old_adapter_is_whole_and_nothing_is_sampled(rigs: dict[int, Rig]) -> None:
+    rig, one, two = rigs[1], rigs[1].adapter(11), rigs[1].adapter(12)
+    rig.send(one.sent)
+    held = rig.in_workers(stacks)
+    with pytest.raises(KeyError):
+        rig.send(two.sent, missing=Q_A)
+    with pytest.raises(InvalidWeights, match="update to version .* failed"):
+        rig.check(two.logprobs(PROBE))
+    assert all(map(torch.equal, held, rig.in_workers(stacks)))
+    rig.send(two.sent)
+    rig.check(two.logprobs(PROBE))
+
+
+def test_an_adapter_that_vllm_has_dropped_is_there_again_when_a_request_asks_for_it(rig: Rig) -> None:
+    one = rig.adapter(13)
+    rig.send(one.sent)
+    rig.check(one.logprobs(PROBE))  # asked for with the update
+    held = rig.in_workers(stacks)
+    rig.in_workers(drop_adapters)
+    rig.check(one.logprobs(PROBE))
+    assert all(map(torch.equal, held, rig.in_workers(stacks)))
+
+
+def test_a_request_in_flight_goes_on_with_the_new_adapter(rig: Rig) -> None:
+    """Beside new ones, whose name for it is another; begun without any of an update's, too."""
+    rig.in_workers(forget_all)
+    models = {rig.version: rig.adapter(0, b=0.0)}
+    for adapter in (rig.adapter(14), rig.adapter(15)):
+        rig.sample(200, "begin")
+        rig.send(adapter.sent)
+        models[rig.version] = adapter
+    outputs = ray.get(rig.engine.ended.remote(), timeout=PATIENCE_S)
+    for output in outputs:
+        (completion,) = output.outputs
+        tokens, sampled = [*PROBE[:8], *completion.token_ids], logprobs_of(output)
+        for version, start, end in completion.weight_versions:
+            expected = models[version].logprobs(tokens)[7:][start:end]
+            assert (expected - sampled[start:end]).abs().max() < TOLERANCE, (version, start, end)
+    assert [len(output.outputs[0].weight_versions) for output in outputs] == [3, 2]
+    rig.check(models[rig.version].logprobs(PROBE))
+
+
+def test_an_engine_that_keeps_its_base_does_not_sleep_without_it(rigs: dict[int, Rig]) -> None:
+    rig, one = rigs[1], rigs[1].adapter(16)
+    ray.get(rig.engine.note_levels.remote())
+    with pytest.raises(ValueError, match="cannot sleep at level 2: its base would be lost"):
+        ray.get(rig.engine.sleep.remote(2))
+    ray.get(rig.engine.wake_weights.remote())
+    with pytest.raises(InvalidWeights, match="given up for an update"):
+        ray.get(rig.engine.probe_logprobs.remote(PROBE))
+    rig.send(one.sent)
+    ray.get(rig.engine.wake_up.remote())
+    rig.check(one.logprobs(PROBE))
+    assert ray.get(rig.engine.note_levels.remote()) == [1]
+
+
+@pytest.mark.parametrize(("rank", "largest"), [(1, 1), (3, 8), (8, 8), (9, 16), (65, 128), (512, 512)])
+def test_the_engine_has_room_for_the_rank(rank: int, largest: int) -> None:
+    assert with_adapter({"model": "m"}, rank)["max_lora_rank"] == largest
+
+
+def test_a_rank_that_vllm_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank 512 at most, got 513"):
+        with_adapter({}, 513)
+
+
+def test_an_adapter_for_an_engine_that_was_started_without_is_refused() -> None:
+    plan = plan_of({Q_A: torch.ones(3, 64)}, 1000)
+    with pytest.raises(WeightSyncError, match="brings adapters, the engine was started for all weights"):
+        WeightSyncExtension().connect_weight_receiver(plan.to_wire(), {})
