@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -44,6 +44,11 @@ from openrlhf_ext.megatron.model.hf_weights import fill_rules, load_hf, model_ru
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.spec import NormColumnParallelLinear, rms_norm
 from openrlhf_ext.megatron.model.weight_map import Rule, Run, Shard, hf_shapes, shard_runs, targeted
+
+_STREAMS = "lora dropout", "lora dropout of a shard"
+"""Random streams of masks: where tensor-parallel ranks hold the same input they draw the same masks, from a stream that
+they have alike; where each holds a piece, and for other data and stages, streams differ. Megatron's recomputation
+restores them, and checkpoints keep them."""
 
 
 class _Down(torch.autograd.Function):
@@ -91,14 +96,13 @@ class Adapted:
         cut.partition_dim = 1 if self.is_row else 0  # type: ignore[attr-defined]
 
     def down(self, x_LK: Tensor) -> Tensor:
-        """(L, M) of all modules. With dropout each has a mask of its own, as in peft; ranks that hold the same input
-        draw the same one, from the stream that they share. Megatron's recomputation restores both streams."""
+        """(L, M) of all modules. With dropout each has a mask of its own, as in peft, drawn from ``_STREAMS``."""
         assert self.adapter is not None
         if not (self.adapter.dropout and self.training):
             return _Down.apply(x_LK, self.lora_a)
         x_LK = x_LK.to(self.lora_a.dtype)
         own = self.is_row or self.config.sequence_parallel
-        with get_cuda_rng_tracker().fork() if own else nullcontext():
+        with get_cuda_rng_tracker().fork(_STREAMS[own]):
             dropped = [F.dropout(x_LK, self.adapter.dropout) for _ in range(len(self.lora_a) // self.adapter.rank)]
         parts = self.lora_a.split(self.adapter.rank)
         return torch.cat([F.linear(x, a) for x, a in zip(dropped, parts, strict=True)], -1)
@@ -245,12 +249,25 @@ def add_adapters(chunks: Sequence[HiddenStateGPTModel], base: ModelShape, lora: 
     """Freezes chunks whose weights are loaded and gives their targeted linears adapters. Raises WeightMapError,
     InputError: ``lora.path`` has others."""
     shape = lora.shape(base)
+    if lora.adapter.dropout:
+        _seed_streams(lora.seed)
     for chunk in chunks:
         add_zeros(chunk, base, lora.adapter)
     if lora.path is not None:
         load_hf(chunks, shape, lora.path)
     else:
         fill_rules(chunks, shape, lambda rule: partial(_drawn, rule, shape, lora.seed))
+
+
+def _seed_streams(seed: int) -> None:
+    place = (
+        parallel_state.get_data_parallel_rank(), parallel_state.get_context_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )  # fmt: skip
+    tracker = get_cuda_rng_tracker()
+    for name, tensor in zip(_STREAMS, (-1, parallel_state.get_tensor_model_parallel_rank()), strict=True):
+        number = hashlib.blake2b(f"{seed} {name} {place} {tensor}".encode(), digest_size=4).digest()
+        tracker.add(name, int.from_bytes(number, "little"))
 
 
 def add_zeros(chunk: HiddenStateGPTModel, shape: ModelShape, adapter: Adapter) -> None:

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layers.adapted import adapter_parameters, merged_values
@@ -96,6 +97,48 @@ def run_cases(cases: list[dict], batch, weights_N, root: Path) -> list[dict]:
         parallel_state.destroy_model_parallel()
     dist.barrier()
     return results
+
+
+def run_others(cases: list[dict], batch, weights_N, root: Path) -> list[dict]:
+    """New adapters, those with dropout, and checkpoints that are not of them: what a rank sees."""
+    results = []
+    for case in cases:
+        policy = lora_policy(case, int(os.environ["WORLD_SIZE"]))
+        out: dict = {"started": _adapter(policy), "fingerprint": policy.base_fingerprint()}
+        rows = deal(case, batch, policy.shape.attention_length)
+        mine, shaped = batch.select(rows), WeightedLogprob(weights_N, batch.responses).select(rows)
+        if "load" in case:
+            try:
+                load_checkpoint(policy, root / case["load"])
+            except CheckpointError as error:
+                out["refused"] = str(error)
+        if "dropout" in case:
+            steps = [policy.train_step(mine, shaped, shaped)["grad_norm"] for _ in range(0 if "load" in case else 2)]
+            if "save" in case:
+                _save(policy, root / case["save"])
+            steps.append(policy.train_step(mine, shaped, shaped)["grad_norm"])
+            copies = [(m.lora_b if m.is_row else m.lora_a).detach().clone() for m in _linears(policy)]
+            out |= {"steps": steps, "adapter": _adapter(policy), "copies": copies}
+        elif "save" in case:
+            _save(policy, root / case["save"])
+        results.append(out)
+        parallel_state.destroy_model_parallel()
+    dist.barrier()
+    return results
+
+
+def dropout_masks(model: str, seed: int) -> list:
+    """Of the first linear and of the last one, from a row of ones: what this rank draws."""
+    policy = lora_policy({"model": model, "dropout": 0.5, "seed": seed, "pp": 1}, int(os.environ["WORLD_SIZE"]))
+    linears = [_linears(policy)[0], _linears(policy)[-1]]
+    masks = []
+    for linear in linears:
+        width = linear.lora_a.shape[1]
+        linear.lora_a.data.fill_(0.0)
+        linear.lora_a.data[:, :width].copy_(torch.eye(len(linear.lora_a), width))
+        linear.train()
+        masks.append(linear.down(torch.ones(1, width)).detach())
+    return masks
 
 
 def _values(policy: MegatronPolicy, mine, shaped, case: dict, root: Path) -> dict:

@@ -93,6 +93,78 @@ def outcomes(root, truths):
     return run
 
 
+OTHERS = [
+    {"tp": 2, "seed": 5}, {"pp": 2, "seed": 5}, {"seed": 5, "distributed_optimizer": True}, {"seed": 6},
+    {"tp": 2, "dropout": 0.3}, {"tp": 2, "dropout": 0.3, "recompute": FULL},
+    {"tp": 2, "sp": True, "dropout": 0.3}, {"tp": 2, "sp": True, "dropout": 0.3, "recompute": FULL},
+    {"tp": 2, "sp": True, "dropout": 0.3, "save": "dropped"},
+    {"tp": 2, "sp": True, "dropout": 0.3, "load": "dropped"},
+    {"pp": 2, "rank": 8, "load": "checkpoint"}, {"pp": 2, "targets": SOME, "load": "checkpoint"},
+    {"pp": 2, "truth": "tied", "load": "checkpoint"}, {"pp": 2, "truth": "other", "load": "checkpoint"},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def others(root, truths, outcomes):
+    batch, weights_N = make_batch(61)
+    outcomes(2)  # writes the checkpoint
+    make_tiny_model(root / "untied again", seed=1)
+    models = {name: truths[name]["model"] for name in ("untied", "tied")} | {"other": root / "untied again"}
+    cases = [{"temperature": 0.8, "model": str(models[case.get("truth", "untied")]), **case} for case in OTHERS]
+    return launch(
+        "tests.megatron.layers.lora_ranks", "run_others", 2, cases=cases, batch=batch, weights_N=weights_N, root=root
+    )
+
+
+def test_new_adapters_are_the_same_in_every_layout_and_pefts(others):
+    tensor, stages, sharded, other = (others[0][number]["started"] for number in range(4))
+    for name, values in tensor.items():
+        assert torch.equal(values, stages[name]) and torch.equal(values, sharded[name]), name
+        if "lora_A" in name:
+            assert not torch.equal(values, other[name])
+            bound = values.shape[1] ** -0.5  # of kaiming_uniform_(a=sqrt(5)): peft 0.21.2 tuners/lora/layer.py:332
+            assert 0.8 * bound < values.abs().max() <= bound and abs(values.mean()) < 0.2 * bound, name
+        else:
+            assert not values.any(), name
+    assert len({others[0][number]["fingerprint"] for number in range(9)}) == 1, "of the base, in every layout"
+
+
+@pytest.mark.parametrize(("kept", "recomputed"), [(4, 5), (6, 7)])
+def test_dropout_is_drawn_again_as_it_was(others, kept, recomputed):
+    one, two = others[0][kept], others[0][recomputed]
+    assert one["steps"] == two["steps"] and all(torch.equal(t, two["adapter"][n]) for n, t in one["adapter"].items())
+    for first, second in zip(others[0][kept]["copies"], others[1][kept]["copies"], strict=True):
+        assert torch.equal(first, second), "copies of tensor-parallel ranks"
+    assert one["steps"] != others[0][0].get("steps"), "there is dropout"
+
+
+def test_dropout_goes_on_after_a_checkpoint_as_without(others):
+    whole, resumed = others[0][8], others[0][9]
+    assert resumed["steps"] == whole["steps"][2:]
+    assert all(torch.equal(tensor, resumed["adapter"][name]) for name, tensor in whole["adapter"].items())
+
+
+def test_dropout_differs_between_data_and_shards(truths):
+    masks = launch("tests.megatron.layers.lora_ranks", "dropout_masks", 2, model=str(truths["untied"]["model"]), seed=0)
+    for mine, theirs in zip(*masks, strict=True):
+        assert not torch.equal(mine, theirs), "two data-parallel ranks draw the same mask"
+        assert mine[mine != 0].unique().tolist() == [2.0], "what is left is scaled"
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (10, "ds.lora.rank 4, here 8"),
+        (11, "ds.lora.target_modules ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'], "),
+        (12, "of another model: tied_embeddings False"),
+        (13, "weights of the base"),
+    ],
+)
+def test_a_checkpoint_of_other_adapters_is_refused(others, number, says):
+    for rank in others:
+        assert says in rank[number]["refused"], rank[number]["refused"]
+
+
 def worst(found, wanted) -> float:
     assert found.keys() == wanted.keys(), sorted(found.keys() ^ wanted.keys())[:6]
     return max(float((found[n].double() - wanted[n].double()).norm() / wanted[n].double().norm()) for n in wanted)
