@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -193,7 +193,8 @@ def drop_adapters(worker: WeightSyncExtension) -> None:
 
 def forget_all(worker: WeightSyncExtension) -> None:
     """As when it started."""
-    worker.hold_adapter()
+    held: Any = worker._adapter
+    held._put(held._layers.create_dummy_lora(1, 1, held._manager.embedding_modules))
 
 
 def stacks(worker: WeightSyncExtension) -> Tensor:
@@ -207,7 +208,7 @@ def stacks(worker: WeightSyncExtension) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def rigs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Rig]:
+def rigs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Rig]]:
     folder = tmp_path_factory.mktemp("tiny")
     tiny.save_checkpoint(folder, tied=False)
     with pytest.MonkeyPatch.context() as patch:
@@ -225,7 +226,9 @@ def rigs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> dict[in
             for workers in (1, 2)
         }  # fmt: skip
     launch.wait_until_ready([*engines.values()], PATIENCE_S)
-    return {workers: Rig(engine, workers, folder) for workers, engine in engines.items()}
+    yield {workers: Rig(engine, workers, folder) for workers, engine in engines.items()}
+    for engine in engines.values():
+        ray.kill(engine)
 
 
 @pytest.fixture(params=[1, 2])
