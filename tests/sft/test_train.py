@@ -153,13 +153,20 @@ def _labels(task: Task) -> int:
     return int((encoded(task, [QUESTIONS[row] for row in order])["labels"] >= 0).sum())
 
 
+def weights_of(folder: Path) -> Path:
+    """What a run wrote: weights, or an adapter and nothing else."""
+    (file,) = [path for name in ("model", "adapter_model") if (path := folder / f"{name}.safetensors").exists()]
+    return file
+
+
 def digest(folder: Path) -> str:
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    return hashlib.sha256((weights_of(folder)).read_bytes()).hexdigest()
 
 
 RESUMED = {
     "bf16": (4, {"megatron__param_dtype": "bf16"}),
     "fp8": (2, {"fp8__enable": True, "fp8__emulate": True, "train__max_epochs": 1}),
+    "lora": (2, {"ds__lora__rank": 4, "ds__lora__dropout": 0.1, "train__max_epochs": 1}),
 }  # fmt: skip
 """Name: the step of the checkpoint, and options."""
 
@@ -185,12 +192,12 @@ def test_a_resumed_run_ends_in_the_same_bits(task, monkeypatch):
         assert sorted(path.name for path in (folder / "steps").glob("global_step*")) == [
             f"global_step{at}", f"global_step{at}_hf",
         ]  # fmt: skip
-        (folder / "model.safetensors").unlink()
+        weights_of(folder).unlink()
     newest = task.folder / "damaged/steps/global_step6/model/rank00000.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
     again = [*damaged, "--ckpt.load_enable", "--ckpt.fallback_enable", "--train.max_tokens_per_gpu", "99"]
     said = task.train(1, *(words + ["--ckpt.load_enable"] for words in saved), again)
-    for name, like in {"bf16_saved": "bf16", "fp8_saved": "fp8", "damaged": "bf16"}.items():
+    for name, like in {"bf16_saved": "bf16", "fp8_saved": "fp8", "lora_saved": "lora", "damaged": "bf16"}.items():
         assert digest(task.folder / name) == wanted[like]
         steps = [record["step"] for record in task.metrics(name) if "loss/sft" in record]
         assert steps == list(range(1, len(steps) + 1)), "the repeated steps are there once"
