@@ -7,6 +7,9 @@ import random
 import signal
 import sys
 from collections.abc import Generator
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are of CPU code, also where there are GPUs: tests/gpu is for those
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -56,5 +59,35 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole jobs first: the short files then fill what they leave free of the workers (tests/run.sh)."""
-    items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
+    """Whole jobs first, then ranks: the short files then fill what they leave free of the workers (tests/run.sh)."""
+
+    def place(item: pytest.Item) -> int:
+        return 0 if item.get_closest_marker("e2e") else 1 if launches_ranks(item.path) else 2
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files by ``--dist loadfile``, of which those that launch ranks go to one worker, one after the other.
+
+    Four ranks wait for each other's messages: beside four others on two cores they take nearly twice as long, and a
+    third more of the cores' time, than beside a test of one process.
+    """
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class RanksTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "ranks" if launches_ranks(config.rootpath / file) else file
+
+    return RanksTogether(config, log)
+
+
+@cache
+def launches_ranks(file: Path) -> bool:
+    """Whether its tests are of processes that ``tests.launch`` starts, and no whole jobs."""
+    text = file.read_text()
+    return "from tests.launch import" in text and "pytest.mark.e2e" not in text

@@ -183,7 +183,7 @@ def stand_in(made, *words, output=False, fails=False):
 def test_an_item_is_made_at_toy_scale(run, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENRLHF_EXT_CACHE", str(tmp_path / "cache"))
     papers = yaml.safe_load((ROOT / "configs/papers.yaml").read_text())
-    maker = "--family tags --knowledge_steps 20 --careless_steps 10 --heldout_size 32"
+    maker = "--family tags --knowledge_steps 6 --careless_steps 3 --heldout_size 8"
     papers["simoni"]["toy"]["maker"] = f"examples/python/toy_policy.py {maker}"
     monkeypatch.setattr(reproduce, "PAPERS", tmp_path / "papers.yaml")
     reproduce.PAPERS.write_text(yaml.safe_dump(papers))

@@ -62,9 +62,9 @@ def test_an_engine_killed_in_an_update_of_what_changed_changes_no_bit_of_the_run
     common = {
         "megatron__tensor_parallel_size": 1, "megatron__param_dtype": "bf16", "actor__adam__lr": 1e-6,
         "train__full_determinism_enable": True,
-        "vllm__num_engines": 2, "vllm__sync_backend": "gloo", "weight_sync__bucket_mib": 1,
+        "vllm__sync_backend": "gloo", "weight_sync__bucket_mib": 1,
     }  # fmt: skip
-    runs = {"whole": {}, "changes": {"weight_sync__delta_enable": True}}
+    runs = {"whole": {}, "changes": {"vllm__num_engines": 2, "weight_sync__delta_enable": True}}
     for name, options in runs.items():
         module = {"module": "tests.e2e.killed_in_a_sync"} if name == "changes" else {}
         job = Job(task.options(name, **common, **options), tmp_path / f"{name}.log", **module)

@@ -161,7 +161,7 @@ def publish(cases: list[dict], ranks: int) -> list[str]:
         initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
         openable = HostMemory.open if case["shared"] else staticmethod(_cannot_open)
         with patch.object(HostMemory, "open", openable):
-            for workers in (1, 2):
+            for workers in case["workers"]:
                 found = _publish(MegatronPolicy(policy_settings), case, workers)
                 problems += [f"{case}, {workers} workers: {problem}" for problem in found]
         parallel_state.destroy_model_parallel()

@@ -23,7 +23,7 @@ from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
-from openrlhf_ext.options.sections import Actor, Adam, Vllm, WeightSync
+from openrlhf_ext.options.sections import Actor, Adam, Train, Vllm, WeightSync
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
 from openrlhf_ext.rollout import launch, probe
 from openrlhf_ext.rollout.probe import end_of_probe
@@ -77,7 +77,8 @@ class Wide:
         layout = ParallelLayout(1, 1, 1, 1)
         initialize_distributed(layout, PATIENCE_S, 0)
         optimizer = Actor(adam=Adam(lr=5e-4), lr_scheduler="constant")
-        policy = MegatronPolicy(ModelSettings(path, layout, optimizer=optimizer, updates=1000))
+        one_pass = Train(micro_batch_size=2)  # both of its sequences
+        policy = MegatronPolicy(ModelSettings(path, layout, train=one_pass, optimizer=optimizer, updates=1000))
         launch.wait_until_ready([engine], PATIENCE_S)
         tokens, logprobs = ray.get(engine.continuation.remote(PROMPT, 110, 0), timeout=PATIENCE_S)
         text = tuple(PROMPT + tokens[: end_of_probe(logprobs)])
