@@ -32,7 +32,7 @@ _DROPPED = ("logprobs", "gpus_afterwards", "calls", "output", "bundle", "load_av
 
 
 _NOTES = (
-    "TransformerEngine 2.11.0 was built on the machine and is not among the versions, which are read before it is put on "
+    "TransformerEngine 2.11.0 was built on the machine and is not among the versions, which are read before it is on "
     "the path. In processes with its layers cuDNN was torch's libcudnn.so 9.19 with the system's 9.14 for the rest "
     "(patches/transformer_engine_cudnn.py, written afterwards)."
 )
@@ -115,8 +115,9 @@ def machine() -> str:
     return record.wrapped(
         f"One {gpu['name']} ({gpu['power.limit']}, driver {gpu['driver_version']}), Python {versions['python']}, torch "
         f"{versions['torch']}, TransformerEngine 2.11.0, megatron-core {versions['megatron-core']}, without vLLM, Ray "
-        f"and a network. In {len(found['runs'])} calls {_count(checks, 'passed')} checks of `tests/gpu` passed and "
-        f"{_count(checks, 'failed')} failed; of {len(cells)} cells of the FP8 study {_count(cells, 'passed')} passed "
+        f"and a network. In {len(found['runs'])} calls {_count(checks, 'passed')} checks of `tests/gpu` passed (some "
+        f"twice) and {_count(checks, 'failed')} failed; of {len(cells)} cells of the FP8 study "
+        f"{_count(cells, 'passed')} passed "
         f"and {_count(cells, 'failed')} failed, and for {_count(cells, 'not run')} there was no time "
         f"(`benchmarks/results/{NAME}`, with every error)."
     )
@@ -212,8 +213,8 @@ def off() -> str:
         f"Weights, gradients and optimizer take {states / GIB:.2f} GiB, "
         f"{'to the byte what plan says' if exact else 'not what plan says'}. Plan's activations and head are "
         f"{min(missing):.1f} to {max(missing):.1f} GiB too few, {min(shares):.1%} to {max(shares):.1%} of what is "
-        "above the states: what the backward pass works in, for which plan adds a tenth of the activations as fragments (not "
-        "in the table)."
+        "above the states: presumably what the backward pass works in. The tenth of the activations that plan adds as "
+        "fragments, not in the table, is more."
     )
 
 
