@@ -151,7 +151,7 @@ def layers() -> str:
         f"- {packs['packs']} packs of unlike shapes, twice: the same bits, memory grew by "
         f"{packs['second_pass_grew_bytes'] / 1024:.0f} KiB the second time. The slowest took "
         f"{packs['first_seconds_max']:.1f} s the first time, half of them less than "
-        f"{packs['first_seconds_median']:.2f} s.",
+        f"{packs['first_seconds_median']:.3f} s.",
         f"- Head in Triton against float64: log-prob within {head['logprob']:.0e}, entropy within "
         f"{head['entropy']:.0e}; indices beyond int32; compute-sanitizer found nothing.",
         f"- Micro-batches of {len(waits['seconds'])} losses and variants of them never wait for the device (torch's "
@@ -315,7 +315,7 @@ def readme() -> str:
     ratio = loss["tokens 8192 hidden 5120 vocab 152064 tp 1"]["ratio_to_1_product"]["forward ours"]["median"]
     return record.wrapped(
         "- **On one GPU, an H200**, the policy has run, without engines and Ray: layers, head, optimizer, offload, "
-        f"checkpoints, CUDA IPC and FP8 training against their references; a rank of 32B at {mfu[0]:.0%} to "
+        f"checkpoints, CUDA IPC and FP8 training against their references; a model as large as a rank of 32B at {mfu[0]:.0%} to "
         f"{mfu[1]:.0%} of the peak, the head at {ratio:.2f} times its product. **No run with vLLM, no second GPU and "
         "no second machine yet** ([docs/status.md](docs/status.md#on-one-gpu))."
     )
