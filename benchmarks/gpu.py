@@ -186,13 +186,13 @@ def rank() -> str:
     """MFU and memory of a rank of 32B, beside plan's."""
     found = _measured("size:memory_and_mfu", "second")
     rows = [["recompute", "tokens", "forward and backward, s", "MFU", "log-probs, s", "peak, GiB", "plan, GiB"]]
-    for mode, megatron in _modes():
+    for mode, megatron in modes():
         for tokens in (16384, 32768):
             cell = found[f"{tokens} tokens, recompute {mode}"]
             rows.append([
                 mode, f"{tokens:,}", f"{cell['forward_backward_seconds']:.3f}", f"{cell['mfu']:.1%}",
                 f"{cell['logprobs_seconds']:.3f}", f"{cell['peak_allocated_bytes'] / GIB:.1f}",
-                f"{_planned(tokens, megatron, found['states']) / GIB:.1f}",
+                f"{planned(tokens, megatron, found['states']) / GIB:.1f}",
             ])  # fmt: skip
     return _table(*rows)
 
@@ -203,10 +203,10 @@ def off() -> str:
     states = sum(kind["bytes"] for kind in found["states"].values())
     exact = all(kind["bytes"] == kind["predicted_bytes"] for kind in found["states"].values())
     missing, shares = [], []
-    for mode, megatron in _modes():
+    for mode, megatron in modes():
         for tokens in (16384, 32768):
             peak = found[f"{tokens} tokens, recompute {mode}"]["peak_allocated_bytes"]
-            lacks = peak - _planned(tokens, megatron, found["states"])
+            lacks = peak - planned(tokens, megatron, found["states"])
             missing.append(lacks / GIB)
             shares.append(lacks / (peak - states))
     return record.wrapped(
@@ -218,7 +218,8 @@ def off() -> str:
     )
 
 
-def _modes() -> Iterator[tuple[str, dict[str, Any]]]:
+def modes() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Ways to recompute, as ``tests/gpu/policies.py`` names them, with their options."""
     yield "none", {}
     yield "core_attn", {"recompute": "selective"}
     yield "mlp", {"recompute": "selective", "recompute_modules": ("mlp",)}
@@ -227,7 +228,7 @@ def _modes() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "full, uniform", {"recompute": "full"}
 
 
-def _planned(tokens: int, megatron: dict[str, Any], states: dict[str, Any]) -> int:
+def planned(tokens: int, megatron: dict[str, Any], states: dict[str, Any]) -> int:
     """Bytes: states, activations, and the head's workspace, hidden states and gradient (a pack has 15/16 responses)."""
     from openrlhf_ext.megatron.layout import ParallelLayout
     from openrlhf_ext.megatron.model.shape import ModelShape
@@ -315,8 +316,8 @@ def readme() -> str:
     ratio = loss["tokens 8192 hidden 5120 vocab 152064 tp 1"]["ratio_to_1_product"]["forward ours"]["median"]
     return record.wrapped(
         "- **On one GPU, an H200**, the policy has run, without engines and Ray: layers, head, optimizer, offload, "
-        f"checkpoints, CUDA IPC and FP8 training against their references; a model as large as a rank of 32B at {mfu[0]:.0%} to "
-        f"{mfu[1]:.0%} of the peak, the head at {ratio:.2f} times its product. **No run with vLLM, no second GPU and "
+        f"checkpoints, CUDA IPC and FP8 training against their references; a model as large as a rank of 32B at "
+        f"{mfu[0]:.0%} to {mfu[1]:.0%} of the peak, the head at {ratio:.2f} times its product. **No run with vLLM, no second GPU and "
         "no second machine yet** ([docs/status.md](docs/status.md#on-one-gpu))."
     )
 
