@@ -316,9 +316,9 @@ def readme() -> str:
     ratio = loss["tokens 8192 hidden 5120 vocab 152064 tp 1"]["ratio_to_1_product"]["forward ours"]["median"]
     return record.wrapped(
         "- **On one GPU, an H200**, the policy has run, without engines and Ray: layers, head, optimizer, offload, "
-        f"checkpoints, CUDA IPC and FP8 training against their references; a model as large as a rank of 32B at "
-        f"{mfu[0]:.0%} to {mfu[1]:.0%} of the peak, the head at {ratio:.2f} times its product. **No run with vLLM, no second GPU and "
-        "no second machine yet** ([docs/status.md](docs/status.md#on-one-gpu))."
+        "checkpoints, CUDA IPC and FP8 training against their references; a model as large as a rank of 32B at "
+        f"{mfu[0]:.0%} to {mfu[1]:.0%} of the peak, the head at {ratio:.2f} times its product. **No run with vLLM, no second "
+        "GPU and no second machine yet** ([docs/status.md](docs/status.md#on-one-gpu))."
     )
 
 
