@@ -48,6 +48,9 @@ MEASURES: dict[str, tuple[str, ...]] = {
         *_TOY, "openrlhf_ext/fp8", "openrlhf_ext/megatron/layers", "openrlhf_ext/rollout/worker_extension.py",
     ),
     "fp8_study_cpu.json": ("openrlhf_ext/fp8", "openrlhf_ext/megatron/layers"),
+    "gpu_h200.json": (
+        "openrlhf_ext/head", "openrlhf_ext/fp8", "openrlhf_ext/megatron/model", "openrlhf_ext/rollout/sync/cuda_ipc.py",
+    ),
     "graders_cpu.json": tuple(f"openrlhf_ext/rewards/{name}.py" for name in ("answers", "maths", "pool", "worker")),
     "head_cpu.json": ("openrlhf_ext/head",),
     "lengths_cpu.json": ("openrlhf_ext/driver/rollouts.py",),

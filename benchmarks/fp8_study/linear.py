@@ -52,15 +52,21 @@ def measure(machine: Machine, recipe: Recipe, settings: dict[str, Any]) -> dict[
             "emulation_against_peer": None if other is None else _errors(mine, other),
         })  # fmt: skip
         emulated.end_micro_batch()
-    found = {"peer": peer.name, "bound": settings["bound"], "micro_batches": rows}
+    bound = _bound(recipe, settings)
+    found = {"peer": peer.name, "bound": bound, "micro_batches": rows}
     against = [row["emulation_against_peer"] for row in rows if row["emulation_against_peer"] is not None]
     worst = max((error for errors in against for error in errors.values()), default=None)
     found["worst_against_peer"] = worst
-    if worst is not None and not worst <= settings["bound"]:
-        raise Partly(
-            f"{peer.name} is {worst:.2e} away from the emulation, at most {settings['bound']:g} is allowed", found
-        )
+    if worst is not None and not worst <= bound:
+        raise Partly(f"{peer.name} is {worst:.2e} away from the emulation, at most {bound:g} is allowed", found)
     return found
+
+
+def _bound(recipe: Recipe, settings: dict[str, Any]) -> float:
+    """Some 0.3 % of bf16 entries lie midway between two FP8 values once they are multiplied by an fp32 scale of their
+    block, and the scale's last bit decides between the two: an ulp moves y by up to 7e-3, no farther from the exact
+    product (``tests/fp8/test_quantize.py``). Powers of two move nothing, and a tensor has one scale."""
+    return settings["bound_of_fp32_blocks" if recipe.blockwise and not recipe.pow2 else "bound"]
 
 
 def _operands(settings: dict[str, Any], machine: Machine, number: int) -> Operands:

@@ -98,11 +98,11 @@ def _linear(report: dict[str, Any]) -> list[str]:
     if not rows:
         return []
     header = ["recipe", "micro-batch", "y", "dx", "dw", "peer", "y: peer", "dx: peer", "dw: peer"]
-    bound = report["settings"]["linear"]["bound"]
+    bounds = ", ".join(f"{way} {found['bound']:g}" for way, found in _measured(report, "linear").items())
     return [
         f"## One linear layer ({place(report)})", "",
         "Relative error (Frobenius) of our emulation against exact products, and against the peer, which may differ by "
-        f"{bound:g}. Under delayed scaling the first micro-batch is multiplied by 1.", "", *_table(header, rows),
+        f"{bounds}. Under delayed scaling the first micro-batch is multiplied by 1.", "", *_table(header, rows),
     ]  # fmt: skip
 
 

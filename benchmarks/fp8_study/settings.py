@@ -59,7 +59,10 @@ def _some_of(names: Any) -> Rule:
 RULES: dict[str, Any] = {
     "kinds": _some_of(KINDS),
     "recipes": _some_of([name for name in RECIPES if name != "blockwise_pow2"]),
-    "linear": {"tokens": COUNT, "inputs": COUNT, "outputs": COUNT, "micro_batches": COUNT, "bound": NUMBER},
+    "linear": {
+        "tokens": COUNT, "inputs": COUNT, "outputs": COUNT, "micro_batches": COUNT, "bound": NUMBER,
+        "bound_of_fp32_blocks": NUMBER,
+    },
     "products": {
         "tokens": COUNT, "tensor_parallel": COUNTS, "repeats": COUNT, "columns": SHAPES, "rows": SHAPES,
     },

@@ -169,8 +169,9 @@ def _driver() -> str | None:
 
 
 def _cudnn_libraries() -> set[str]:
-    """Torch's own, and those that come before it: for TransformerEngine CUDNN_HOME, which a run sets to torch's unless
-    it is set (``megatron.settings.training_environment``), for torch LD_LIBRARY_PATH."""
+    """Torch's own, and those whose libcudnn.so comes before it: for TransformerEngine CUDNN_HOME, which a run sets to
+    torch's unless it is set (``megatron.settings.training_environment``), for torch LD_LIBRARY_PATH. The system's own,
+    where the loader looks last, is not among them: with ``patches/transformer_engine_cudnn.py`` nothing takes it."""
     home = os.environ.get("CUDNN_HOME")
     patterns = [f"{home}/**/libcudnn.so*"] if home else []
     patterns += [f"{folder}/libcudnn.so*" for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
@@ -183,10 +184,12 @@ def _cudnn_libraries() -> set[str]:
 def _engine_error() -> str | None:
     """What an import of TransformerEngine says, in a process of its own: it loads libraries for good.
 
-    torch comes first, as in a run: alone, it takes nvrtc and curand of a toolkit that it finds, and then does not look
-    for cuBLAS and cudart, which torch has loaded in a run (TransformerEngine 2.11 common/__init__.py:374).
+    The patches and torch come first, as in a run: alone, it takes nvrtc and curand of a toolkit that it finds, and
+    then does not look for cuBLAS and cudart, which torch has loaded in a run (TransformerEngine 2.11
+    common/__init__.py:374).
     """
-    command = [sys.executable, "-c", "import torch, transformer_engine.pytorch"]
+    program = "from openrlhf_ext import patches; patches.apply(); import torch, transformer_engine.pytorch"
+    command = [sys.executable, "-c", program]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
     except subprocess.TimeoutExpired:

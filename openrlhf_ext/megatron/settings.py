@@ -54,8 +54,9 @@ def training_environment(config: Any) -> dict[str, str]:
     """What a training process must find in its environment before its layers are imported, of a ``RunConfig``."""
     env: dict[str, str] = {}
     if (cudnn := wheel_folder("cudnn")) is not None:
-        # TransformerEngine 2.11 takes a cuDNN of the CUDA toolkit before torch's own (its common/__init__.py:296-307):
-        # torch then refuses to use any (seen on an H200: 9.14 in /usr/local/cuda, 9.19 in torch's wheel)
+        # TransformerEngine 2.11 looks for libcudnn.so in the CUDA toolkit before torch's wheel (its
+        # common/__init__.py:296-307), and would load a second one. That is not all it takes: the libraries beside
+        # libcudnn.so are loaded by patches/transformer_engine_cudnn.py
         env["CUDNN_HOME"] = os.environ.get("CUDNN_HOME", str(cudnn))
     if config.train.full_determinism_enable:
         env["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # read by TransformerEngine's attention

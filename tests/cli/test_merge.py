@@ -13,7 +13,10 @@ from transformers import AutoModelForCausalLM
 from openrlhf_ext.cli import convert, evaluate
 from tests.models import make_tiny_policy
 
-REWARD = "def reward_func(queries, prompts, labels, **kwargs):\n    return {'rewards': sum(map(ord, queries[0])) / 1e3}\n"
+REWARD = """
+def reward_func(queries, prompts, labels, **kwargs):
+    return {"rewards": sum(map(ord, queries[0])) / 1e3}
+"""
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,8 @@ if [[ -z "${NVTE_CUDA_INCLUDE_DIR:-}" ]]; then
     NVTE_CUDA_INCLUDE_DIR="$("$python" -c 'from openrlhf_ext.fp8 import wheel_folder as f; print(f() / "include" if f() else "")')"
     if [[ -n "$NVTE_CUDA_INCLUDE_DIR" ]]; then export NVTE_CUDA_INCLUDE_DIR; fi
 fi
-# it would take a cuDNN of the CUDA toolkit before torch's (megatron.settings.training_environment)
+# it would load a second libcudnn.so, of the CUDA toolkit (megatron.settings.training_environment); for the rest of cuDNN
+# see patches/transformer_engine_cudnn.py
 if [[ -z "${CUDNN_HOME:-}" ]]; then
     CUDNN_HOME="$("$python" -c 'from openrlhf_ext.fp8 import wheel_folder as f; print(f("cudnn") or "")')"
     if [[ -n "$CUDNN_HOME" ]]; then export CUDNN_HOME; fi

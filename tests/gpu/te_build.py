@@ -27,7 +27,10 @@ from tests.gpu.bundle import ROOT, unpack, verify
 from tests.gpu.kit import Machine, NotHere
 
 JOBS = 16
+# the patches first, as in a run: without them TransformerEngine takes parts of another cuDNN than torch's
 _SMOKE = """
+from openrlhf_ext import patches
+patches.apply()
 import json, torch, transformer_engine, transformer_engine.pytorch as te, transformer_engine_torch as tex
 torch.manual_seed(0)
 layer = te.Linear(256, 512, params_dtype=torch.bfloat16, device="cuda")

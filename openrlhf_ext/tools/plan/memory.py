@@ -6,8 +6,9 @@ those that autograd saves, with the weights left out, by one of two sets of form
 
 * ``LOCAL``: our layers of ``megatron.model.spec`` on a CPU. Measured: within 5 % of what
   ``torch.autograd.graph.saved_tensors_hooks`` count in real passes.
-* ``FLASH``: TransformerEngine's layers with flash attention in bf16, on a GPU. Read in the libraries, not measured: the
+* ``FLASH``: TransformerEngine's layers with flash or cuDNN attention in bf16, on a GPU. Read in the libraries: the
   usual count of 12.8 + 6 f/h bytes for each token and hidden entry of a layer, where attention is grouped 5 to 1.
+  Measured on a GPU with the sizes of a 32B rank, without parallelism (docs/scaling.md); with FP8 not measured.
 """
 
 from __future__ import annotations
@@ -278,10 +279,13 @@ def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> 
     norm = wide * (e + linear_input) + 4 * rows
     qk_norm = (e * (query + key) + 8 * heads) if shape.qk_norm else 0
     operands = e * (query + 2 * key)
+    # recomputed, attention keeps its arguments, of which the values are a view of all that the projection made; and the
+    # projection after it keeps the result of attention (measured: docs/scaling.md)
+    kept = e * (2 * query + 3 * key) + (0 if work.fp8 else e * query)
     # attention and the projection after it share the result of attention, unless FP8 makes a copy
     core = operands + e * query + 4 * heads
     attention = norm + qk_norm + rope + (query if work.fp8 else 0)
-    return LayerActivations(wide * e, True, attention, core, operands, norm + ffn * (2 * e + linear_input))
+    return LayerActivations(wide * e, True, attention, core, kept, norm + ffn * (2 * e + linear_input))
 
 
 @dataclass(frozen=True)

@@ -334,7 +334,7 @@ def test_the_page_and_the_figure_of_a_gpu(tmp_path: Path) -> None:
     }  # fmt: skip
     fp8 = layers | {"recipe": "blockwise e4m3 fp32", "loss": 10.01, "logprobs": [-9.5, -10.0], "gradient_norm": 2.02}
     cells = {
-        "linear/blockwise": {"peer": "te.Linear", "micro_batches": [linear_row]},
+        "linear/blockwise": {"peer": "te.Linear", "bound": 7e-3, "micro_batches": [linear_row]},
         "products/blockwise": {"what": "te.Linear", "rows": [product], "ratio_of_sums": 1.41},
         "scaled_mm/rowwise": {"rows": [bare | {"error": "refused"}, bare | {
             "seconds": 1e-3, "tflops": 900.0, "bf16_tflops": 600.0, "ratio": 1.53, "relative_error": 1e-3}]},
@@ -362,7 +362,9 @@ def test_the_page_and_the_figure_of_a_gpu(tmp_path: Path) -> None:
 
 
 CPU = OnGPU(torch.device("cpu"), None, PATIENCE_S)
-LAYER = {"tokens": 128, "inputs": 256, "outputs": 128, "micro_batches": 3, "bound": 2e-3}
+LAYER = {
+    "tokens": 128, "inputs": 256, "outputs": 128, "micro_batches": 3, "bound": 2e-3, "bound_of_fp32_blocks": 7e-3,
+}  # fmt: skip
 PRODUCTS = {"tokens": 128, "tensor_parallel": [1], "repeats": 1, "columns": {"qkv": [128, 256]}, "rows": {}}
 
 

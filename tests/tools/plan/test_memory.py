@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import gpu, record
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
 from openrlhf_ext.megatron.layers.fp8 import FP8Layers
 from openrlhf_ext.megatron.layout import ParallelLayout
@@ -112,3 +113,13 @@ def test_two_ranks_in_every_kind_of_layout(tmp_path):
     overlap = {"overlap_grad_reduce": True, "ddp_bucket_size": 20000}
     cases += [case(tmp_path / "qwen2", {"world_size": 2, **layout}, overlap=overlap) for layout in ({PP: 2}, {})]
     check(cases, 2)
+
+
+def test_a_rank_on_a_gpu_kept_what_plan_says_in_every_recompute_mode():
+    """An H200's peaks (docs/scaling.md) beside states, activations and head; 5 % of what is above the states."""
+    found = record.load(gpu.NAME)["runs"]["second"]["checks"]["size:memory_and_mfu"]["measured"]
+    states = sum(kind["bytes"] for kind in found["states"].values())
+    for mode, megatron in gpu.modes():
+        for tokens in (16384, 32768):
+            peak = found[f"{tokens} tokens, recompute {mode}"]["peak_allocated_bytes"]
+            assert gpu.planned(tokens, megatron, found["states"]) == pytest.approx(peak, abs=0.05 * (peak - states))
