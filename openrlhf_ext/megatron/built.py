@@ -97,8 +97,8 @@ class BuiltModel:
         )
         self.chunks = self.build_chunks()
         self.load_weights()
-        if self.lora is not None:
-            add_adapters(self.chunks, self.shape, self.lora)
+        if (lora := self.lora) is not None:
+            add_adapters(self.chunks, self.shape, lora.adapter, lora.seed, lora.path)
         self.side_files = read_side_files(settings.model_path) if dist.get_rank() == 0 else {}
         self.models = [self._wrap(chunk) for chunk in self.chunks]
         self._fingerprint: str | None = None

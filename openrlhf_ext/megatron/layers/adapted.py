@@ -37,13 +37,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from openrlhf_ext.megatron.layers.lora import LoRALayers
 from openrlhf_ext.megatron.model.adapter import Adapter
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
 from openrlhf_ext.megatron.model.hf_weights import fill_rules, load_hf, model_rules
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.spec import NormColumnParallelLinear, rms_norm
-from openrlhf_ext.megatron.model.weight_map import Rule, Run, Shard, hf_shapes, shard_runs, targeted
+from openrlhf_ext.megatron.model.weight_map import Rule, Run, Shard, adapter_shape, hf_shapes, shard_runs, targeted
 
 _STREAMS = "lora dropout", "lora dropout of a shard"
 """Random streams of masks: where tensor-parallel ranks hold the same input they draw the same masks, from a stream that
@@ -245,18 +244,20 @@ def _drawn(rule: Rule, shape: ModelShape, seed: int, tensor: int, run: Run) -> T
     return whole.narrow(rule.axis, run.start, len(run))
 
 
-def add_adapters(chunks: Sequence[HiddenStateGPTModel], base: ModelShape, lora: LoRALayers) -> None:
-    """Freezes chunks whose weights are loaded and gives their targeted linears adapters. Raises WeightMapError,
-    InputError: ``lora.path`` has others."""
-    shape = lora.shape(base)
-    if lora.adapter.dropout:
-        _seed_streams(lora.seed)
+def add_adapters(
+    chunks: Sequence[HiddenStateGPTModel], base: ModelShape, adapter: Adapter, seed: int, path: str | None
+) -> None:
+    """Freezes chunks whose weights are loaded and gives their targeted linears adapters: those of the peft checkpoint
+    ``path``, or new ones. Raises WeightMapError, InputError: ``path`` has others."""
+    shape = adapter_shape(base, adapter)
+    if adapter.dropout:
+        _seed_streams(seed)
     for chunk in chunks:
-        add_zeros(chunk, base, lora.adapter)
-    if lora.path is not None:
-        load_hf(chunks, shape, lora.path)
+        add_zeros(chunk, base, adapter)
+    if path is not None:
+        load_hf(chunks, shape, path)
     else:
-        fill_rules(chunks, shape, lambda rule: partial(_drawn, rule, shape, lora.seed))
+        fill_rules(chunks, shape, lambda rule: partial(_drawn, rule, shape, seed))
 
 
 def _seed_streams(seed: int) -> None:
