@@ -273,6 +273,7 @@ class StepGauges:
     """Measures one step after the other, with ``epochs`` training passes each; tells ``events`` of the slowest rank.
 
     ``peak``: TFLOP/s of one device for the MFU; None = that of the device if it is known and ``bf16`` is set.
+    ``frozen``: adapters are trained.
     """
 
     policy: RankGroup
@@ -282,6 +283,7 @@ class StepGauges:
     bf16: bool
     timeout_s: float
     events: EventLog = field(default_factory=EventLog)
+    frozen: bool = False
     _named: set[int] = field(default_factory=set)
 
     def collect(self, batch: SequenceBatch, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -292,7 +294,7 @@ class StepGauges:
         lengths, predicted = batch.lengths_B.tolist(), batch.responses.tokens
         flops = forward_flops(self.shape, lengths, predicted)
         shared = gauges.get("packs/shared_fraction", 0.0)
-        flops = replace(flops, layers=round(flops.layers * (1.0 - shared)))
+        flops = replace(flops, layers=round(flops.layers * (1.0 - shared)), frozen=self.frozen)
         # only the critic trained (critic.freezing_steps); no old log-probs were computed (algo.old_logprobs)
         idle = [p for p in ("logprob", "train") if not any(p in report.seconds for report in reports)]
         seconds = {name: spent for name, spent in seconds.items() if name.removeprefix("time/") not in idle}

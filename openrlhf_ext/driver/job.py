@@ -357,7 +357,8 @@ def step_gauges(config: RunConfig, parts: Parts, shape: ModelShape) -> StepGauge
     """Speed, memory and the slowest rank of every step."""
     bf16 = config.megatron.param_dtype == "bf16"
     epochs, timeout_s = config.train.max_epochs, config.train.step_timeout_s
-    return StepGauges(parts.policy, shape, epochs, config.logger.peak_tflops, bf16, timeout_s, parts.events)
+    peak, frozen = config.logger.peak_tflops, config.ds.lora.enabled
+    return StepGauges(parts.policy, shape, epochs, peak, bf16, timeout_s, parts.events, frozen)
 
 
 def drift_check(config: RunConfig, policy: RankGroup) -> DriftCheck | None:

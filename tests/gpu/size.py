@@ -10,6 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -111,8 +112,6 @@ def _optimizer(policies: ModuleType) -> Any:
 
 
 def _with_tokens(settings: Any, tokens: int) -> Any:
-    from dataclasses import replace
-
     from tests.megatron.parity import micro_batches
 
     return replace(settings, train=micro_batches(1, tokens))
@@ -147,6 +146,7 @@ def _measure(machine: Machine, policy: Any, batch: Any, loss: Any) -> dict:
     step = _seconds(machine, lambda: policy.train_step(batch, loss, loss))
     forward = _seconds(machine, lambda: _require_finite(policy.logprobs(batch).logprobs_N))
     flops = forward_flops(policy.shape, batch.lengths_B.tolist(), int(batch.counts_B.sum()))
+    flops = replace(flops, frozen=policy.lora is not None)
     seconds = statistics.median(gradients)
     found = {
         "first_step_seconds": first, "step_seconds": step, "forward_backward_seconds": seconds,

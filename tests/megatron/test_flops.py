@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from openrlhf_ext.megatron.model.flops import forward_flops, peak_tflops
+from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops, peak_tflops
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from tests.models import make_tiny_model
+
+
+def test_frozen_weights_get_no_gradients():
+    flops = ForwardFlops(layers=100, attention=10, head=1)
+    assert flops.training == 3 * flops.total
+    assert replace(flops, frozen=True).training == 2 * 101 + 3 * 10
 
 
 def test_a_model_counted_by_hand():

@@ -33,9 +33,13 @@ PEAK_BF16_TFLOPS = {
 
 @dataclass(frozen=True)
 class ForwardFlops:
+    """``frozen``: of a model whose weights get no gradients, because adapters are trained, whose own few operations are
+    not counted."""
+
     layers: int
     attention: int
     head: int
+    frozen: bool = False
 
     @property
     def total(self) -> int:
@@ -43,7 +47,8 @@ class ForwardFlops:
 
     @property
     def training(self) -> int:
-        return (1 + BACKWARD) * self.total
+        weights = self.layers + self.head
+        return self.total + BACKWARD * self.attention + (1 if self.frozen else BACKWARD) * weights
 
 
 def forward_flops(shape: ModelShape, lengths: Iterable[int], predicted: int) -> ForwardFlops:

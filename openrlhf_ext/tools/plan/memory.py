@@ -376,6 +376,7 @@ class Workload:
         prompt_tokens, response_tokens: mean lengths; every sequence is taken to be that long.
         longest, batch: tokens of the longest response; samples of an optimizer update.
         scored_by: models that compute log-probs before training: the policy (algo.old_logprobs), a reference, a guide.
+        frozen: adapters are trained.
     """
 
     prompts: int
@@ -386,6 +387,7 @@ class Workload:
     batch: int
     epochs: int
     scored_by: int
+    frozen: bool = False
 
     @property
     def samples(self) -> int:
@@ -396,7 +398,7 @@ class Workload:
         return self.prompt_tokens + self.response_tokens
 
     def forward(self, shape: ModelShape) -> ForwardFlops:
-        return forward_flops(shape, [self.length], self.response_tokens)
+        return replace(forward_flops(shape, [self.length], self.response_tokens), frozen=self.frozen)
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,7 @@ class Planner:
         return Workload(
             rollout.batch_size, rollout.n_samples_per_prompt, prompt, response, longest, batch,
             config.train.max_epochs, scored_by=(old_logprobs(config)[0] == "policy") + config.has_reference,
+            frozen=config.ds.lora.enabled,
         )  # fmt: skip
 
     @cached_property
