@@ -97,8 +97,9 @@ class PolicyActor(TrainedActor):
             return
         distributed = settings.optimizer is not None and settings.megatron.distributed_optimizer_enable
         replicas = settings.layout.data_parallel_size * settings.layout.context_parallel_size if distributed else 1
-        parameters = self._parameters
-        states = state_bytes(sum(p.numel() for p in parameters), parameters[0].element_size(), replicas)
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        states = state_bytes(sum(p.numel() for p in trained), trained[0].element_size(), replicas)
+        states += sum(p.nbytes for p in self._parameters if not p.requires_grad)  # the base of adapters
         states += self.policy.kept_bytes
         staging = 2 * self.publisher.plan.largest_frame
         SharedGpu(device, sleeping.engine_share, states, staging, sleeping.policy, sleeping.engines).check()

@@ -145,7 +145,8 @@ def _with_adapters(
     chunks = layout.chunk_layers(shape.num_layers)
     one = sum(math.prod(shard_shape(rule, own, size)) for rule in stage_rules(own, range(1), first=False, last=False))
     entries = one * sum(len(layers) for (at, _), layers in chunks.items() if at == stage)
-    weights, optimizer = base.weights + 4 * entries, -(-8 * entries // shards)
+    # frozen weights lie in no buffer, whose parts would be padded
+    weights, optimizer = base.parameters * options.param_bytes + 4 * entries, -(-8 * entries // shards)
     return States(base.parameters + entries, weights, entries * _GRADIENT_BYTES, optimizer, base.copies)
 
 

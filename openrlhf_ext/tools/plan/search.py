@@ -348,6 +348,8 @@ class Planner:
         mean = self.parameters // (tp * pp)  # the fullest rank holds at least as many
         shards = ranks // (tp * pp) if self.config.megatron.distributed_optimizer_enable else 1
         size = param_bytes(self.config.megatron)
+        if self.config.ds.lora.enabled:
+            return mean * size <= self.clock.gpu.memory
         return mean * (size + 4) + mean * (12 if size == 2 else 8) // shards <= self.clock.gpu.memory
 
     def _budgets(self, cp: int) -> Iterator[dict[str, int]]:

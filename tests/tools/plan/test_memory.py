@@ -10,7 +10,9 @@ import torch
 from benchmarks import gpu, record
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
 from openrlhf_ext.megatron.layers.fp8 import FP8Layers
+from openrlhf_ext.megatron.layers.lora import LoRALayers
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.adapter import ALL_LINEAR, Adapter, resolved_targets
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.tools.plan.layout_proof import prove_layout
@@ -56,6 +58,20 @@ def test_fp8_copies_are_those_of_built_models(tmp_path):
         fp8 = (FP8Layers(recipe),)
         for share in prove_layout(folder, layout, torch.bfloat16, True, converters=fp8).shares:
             assert rank_states(shape, layout, share.pipeline, StateOptions(converters=fp8)).copies == share.copy_bytes
+
+
+@pytest.mark.parametrize("targets", [ALL_LINEAR, ("q_proj", "down_proj")])
+def test_adapters_states_are_those_of_built_models(tmp_path, targets):
+    """That a real rank keeps no gradient or state of the base: tests/megatron/layers/test_lora.py."""
+    folder, layout = config_folder(tmp_path, num_hidden_layers=4), ParallelLayout(16, 2, 2, 1, True, 2)
+    shape = read_model_shape(folder)
+    lora = (LoRALayers(Adapter(8, 16, 0.0, resolved_targets(targets, shape.family))),)
+    options = StateOptions(distributed=True, converters=lora)
+    for share in prove_layout(folder, layout, torch.bfloat16, True, converters=lora).shares:
+        found = rank_states(shape, layout, share.pipeline, options)
+        assert (found.parameters, found.weights) == (share.parameters, share.weight_bytes)
+        assert (found.gradients, found.optimizer) == (share.gradient_bytes, share.optimizer_bytes)
+        assert found.gradients < 0.5 * found.weights
 
 
 def case(folder: Path, layout: dict, recompute: str = "none", dtype: str = "bf16", distributed: bool = True, **more):
