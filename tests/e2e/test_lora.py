@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -17,18 +17,33 @@ from tests.e2e.jobs import Job, Task
 from tests.patience import PATIENCE_S
 
 LORA = {
-    "ds__lora__rank": 4, "ds__lora__alpha": 8, "algo__kl__init_coef": 0.01, "algo__kl__use_loss": True,
+    "algo__kl__init_coef": 0.01, "algo__kl__use_loss": True,
     "algo__kl__estimator": "k3", "ckpt__save_steps": 1, "megatron__sequence_parallel_enable": True,
 }  # fmt: skip
 STAGES = {"megatron__tensor_parallel_size": 1, "megatron__pipeline_parallel_size": 2,
           "megatron__sequence_parallel_enable": False}  # fmt: skip
 
 
-def run(task: Task, name: str, *flags: str, **more: object) -> Job:
-    options = [*task.options(name, **LORA | more), "--train.full_determinism_enable", *flags]
-    job = Job(options, task.folder / f"{name}.log")
+def options(task: Task, name: str, *flags: str, **more: object) -> list[str]:
+    given = LORA | {"ds__lora__path": task.folder / "start"} | more
+    return [*task.options(name, **given), "--train.full_determinism_enable", *flags]
+
+
+def run(task: Task, name: str, *flags: str, **more: object) -> None:
+    job = Job(options(task, name, *flags, **more), task.folder / f"{name}.log")
     assert job.finish() == 0, job.text
-    return job
+
+
+def peft_adapter(task: Task) -> None:
+    """What the runs start from: of another model than the base from the first token on."""
+    model = AutoModelForCausalLM.from_pretrained(task.folder / "policy", dtype=torch.float32)
+    torch.manual_seed(0)
+    wrapped = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    wrapped.save_pretrained(task.folder / "start")
 
 
 def adapter(task: Task, name: str) -> dict[str, torch.Tensor]:
@@ -38,10 +53,11 @@ def adapter(task: Task, name: str) -> dict[str, torch.Tensor]:
 @pytest.mark.e2e
 def test_adapters_of_a_run_that_is_killed_and_of_one_in_another_layout(tmp_path):
     task = Task.make(tmp_path)
+    peft_adapter(task)
     run(task, "whole")
     assert not (tmp_path / "whole/config.json").exists(), "an adapter and nothing else"
 
-    job = Job([*task.options("cut", **LORA), "--train.full_determinism_enable"], tmp_path / "cut1.log")
+    job = Job(options(task, "cut"), tmp_path / "cut1.log")
     job.wait_for(r"wrote the checkpoint .*global_step1")
     job.stop()
     psutil.wait_procs(job.seen.values(), timeout=PATIENCE_S)
@@ -51,8 +67,9 @@ def test_adapters_of_a_run_that_is_killed_and_of_one_in_another_layout(tmp_path)
     for expected, got in zip(task.metrics("whole"), task.metrics("cut"), strict=True):
         for name in ("reward/mean", "grad_norm", "loss/policy", "kl/reference", "entropy/mean"):
             assert got[name] == expected[name], name
-    last = task.metrics("whole")[-1]
-    assert last["kl/reference"] > 0 and last["grad_norm"] > 0 and last["kl/rollout"] < 1e-6
+    for record in task.metrics("whole"):
+        assert record["kl/reference"] > 1e-4 and record["grad_norm"] > 0, "the reference is the base"
+        assert record["kl/rollout"] < 1e-6, "the engines have the adapter that the run started from, and the later ones"
 
     checkpoints = tmp_path / "checkpoints"
     shutil.copytree(checkpoints / "whole", checkpoints / "stages")
@@ -65,10 +82,6 @@ def test_adapters_of_a_run_that_is_killed_and_of_one_in_another_layout(tmp_path)
     assert far < 1e-6, far
 
     peft_agrees(task, "whole")
-    other = Job([*task.options("other", **LORA | {"ds__lora__rank": 8, "ckpt__path": checkpoints / "whole"}),
-                 "--ckpt.load_enable"], tmp_path / "other.log")  # fmt: skip
-    assert other.finish() != 0
-    assert "holds adapters of another run: ds.lora.rank 4, here 8" in other.text, other.text
 
 
 def peft_agrees(task: Task, name: str) -> None:
