@@ -89,7 +89,7 @@ WITH_A_PASS = {
 NOT_IN_A_STUDY = ("mixed_policy_dapo", "on_policy_distillation", "custom")
 ENGINES_ENTROPY = 1e-4
 """Nats by which entropies of an fp32 engine may differ from the policy's."""
-PARITY = 1e-5
+PARITY = 1e-4  # of the way; 6e-6 is usual
 """Of weights that moved by 2e-3."""
 
 
@@ -116,9 +116,11 @@ def check_parity(task: Task, estimator: str) -> None:
     )
     own = run.model.state_dict()
     moved = max(float((after[name] - before[name]).abs().max()) for name in own)
-    apart = {name: float((after[name] - own[name]).abs().max()) for name in own}
-    assert moved > 100 * PARITY, f"{estimator}: nothing was learnt"
-    assert max(apart.values()) < PARITY, f"{estimator}: {apart}"
+    assert moved > 1e-3, f"{estimator}: nothing was learnt"
+    apart = {name: float((after[name] - own[name]).norm()) for name in own}
+    way = math.sqrt(sum(float((after[name] - before[name]).square().sum()) for name in own))
+    # of all together: Adam makes much of the rounding of a single entry whose gradient is almost zero
+    assert math.hypot(*apart.values()) < PARITY * way, f"{estimator}: {apart} on a way of {way}"
 
 
 def rollout_of(task: Task, estimator: str, step: int, tokenizer: Any) -> Rollout:
