@@ -89,8 +89,8 @@ WITH_A_PASS = {
 NOT_IN_A_STUDY = ("mixed_policy_dapo", "on_policy_distillation", "custom")
 ENGINES_ENTROPY = 1e-4
 """Nats by which entropies of an fp32 engine may differ from the policy's."""
-PARITY = 1e-4  # of the way; 6e-6 is usual
-"""Of weights that moved by 2e-3."""
+PARITY = 1e-4
+"""Of the way that all weights went; 6e-6 is usual."""
 
 
 def check_parity(task: Task, estimator: str) -> None:
