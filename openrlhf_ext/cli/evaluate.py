@@ -176,7 +176,8 @@ def _results(request: Request) -> list[Any]:
 @contextmanager
 def _whole(given: argparse.Namespace) -> Iterator[argparse.Namespace]:
     """The arguments with a whole checkpoint in the place of a LoRA adapter, in a folder that is there in the body."""
-    from openrlhf_ext.tools.merge import is_adapter, merge
+    from openrlhf_ext.megatron.model.adapter import is_adapter
+    from openrlhf_ext.tools.merge import merge
 
     if given.model is None or not is_adapter(given.model):
         yield given

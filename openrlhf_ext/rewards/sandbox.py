@@ -131,14 +131,14 @@ class Answer:
 
     def _reply(self, what: str) -> dict[str, Any]:
         descriptor = _open(self._process.stdout).fileno()
-        while b"\n" not in self._left:
-            if len(self._left) > LARGEST_REPLY:
-                raise AnswerFailed(f"it returned more than {LARGEST_REPLY} bytes")
+        while b"\n" not in self._left and len(self._left) <= LARGEST_REPLY:
             self._wait([descriptor], [])
             if not (read := os.read(descriptor, LARGEST_REPLY)):
                 raise AnswerFailed(self._end(what))
             self._left += read
         line, _, self._left = self._left.partition(b"\n")
+        if len(line) > LARGEST_REPLY:
+            raise AnswerFailed(f"it returned more than {LARGEST_REPLY} bytes")
         try:
             reply = json.loads(line)
         except (ValueError, RecursionError) as error:

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from openrlhf_ext.inputs import TEXT, InputError, read_json
-from openrlhf_ext.megatron.model.adapter import CONFIG, WEIGHTS, Adapter, module_name, read_adapter
+from openrlhf_ext.megatron.model.adapter import WEIGHTS, Adapter, base_of, module_name, read_adapter
 from openrlhf_ext.megatron.model.hf_files import (
     HFCheckpoint,
     HFRows,
@@ -24,21 +23,6 @@ from openrlhf_ext.megatron.model.weight_map import HFTensor, adapter_shape, hf_t
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ENTRIES_AT_ONCE = 1 << 26
-
-
-def is_adapter(folder: str | Path) -> bool:
-    """Whether a folder holds a peft adapter and no whole checkpoint."""
-    folder = Path(folder)
-    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
-
-
-def base_of(adapter: str | Path) -> str:
-    """The folder of the checkpoint that an adapter belongs to, as it says. Raises InputError: it is not here."""
-    base = read_json(Path(adapter) / CONFIG, {"base_model_name_or_path": TEXT})["base_model_name_or_path"]
-    if not Path(base).is_dir():
-        remedy = f"openrlhf-ext convert --merge {adapter} --base FOLDER --to WHOLE makes a checkpoint that needs none"
-        raise InputError(f"the base of {adapter} is {base}, which is no folder here: {remedy}")
-    return base
 
 
 def merge(adapter: str | Path, target: str | Path, base: str | Path | None = None) -> dict[str, int]:

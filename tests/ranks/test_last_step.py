@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from openrlhf_ext.megatron.step import schedule
+from openrlhf_ext.megatron.step.optimizer import NoGradientError
 from openrlhf_ext.ranks.auxiliary import CriticActor
 from openrlhf_ext.ranks.policy import PolicyActor, SleepModes
 from openrlhf_ext.ranks.timers import PhaseTimers
@@ -51,7 +54,8 @@ def policy_actor(epochs: int, numbers: int = 0) -> tuple[PolicyActor, FakeModel]
     actor = PolicyActor.__new__(PolicyActor)
     model = awake(actor, epochs)
     chunks = [torch.nn.Linear(numbers, 1, bias=False)] if numbers else []
-    actor.policy = SimpleNamespace(chunks=chunks, train_step=lambda *step: model.train_step(more=step[-2]))
+    step = {"train_step": lambda *step: model.train_step(more=step[-2])}
+    actor.policy = SimpleNamespace(chunks=chunks, lora=None, device=torch.device("cpu"), **step)
     actor.timers, actor.has_moved, actor.version, actor.seen = PhaseTimers(), False, 0, None
     actor.sleeping, actor.offloads = SleepModes(), []
     return actor, model
@@ -84,6 +88,18 @@ def test_a_sync_after_a_fit_says_whether_some_weight_must_have_changed(monkeypat
     actor.send_weights()
     actor.send_weights()
     assert told == [(1, moved), (2, False)], "once sent, they have not moved"
+
+
+@pytest.mark.parametrize(("advantages", "ends"), [([0.0, 0.5], True), ([0.0, 0.0], False)])
+def test_adapters_without_a_gradient_end_the_run_where_there_are_advantages(monkeypatch, advantages, ends) -> None:
+    monkeypatch.setitem(MEASURED, "grad_norm", 0.0)
+    monkeypatch.setattr(MiniBatch, "advantages", torch.tensor(advantages), raising=False)
+    monkeypatch.setattr(schedule, "sum_over_replicas", lambda tensor, device: tensor)
+    actor, _ = policy_actor(epochs=1, numbers=100)
+    fit(actor)
+    actor.policy.lora = object()
+    with pytest.raises(NoGradientError, match="1 tokens of the mini-batch have") if ends else nullcontext():
+        fit(actor)
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

@@ -107,3 +107,18 @@ def read_adapter(path: str | Path, family: Family) -> Adapter:
     except ValueError as error:
         raise InputError(f"{path / CONFIG}: {error}") from error
     return Adapter(entries["r"], entries["lora_alpha"], float(entries.get("lora_dropout", 0.0)), names)
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a folder holds a peft adapter and no whole checkpoint."""
+    folder = Path(folder)
+    return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def base_of(adapter: str | Path) -> str:
+    """The folder of the checkpoint that an adapter belongs to, as it says. Raises InputError: it is not here."""
+    base = read_json(Path(adapter) / CONFIG, {"base_model_name_or_path": TEXT})["base_model_name_or_path"]
+    if not Path(base).is_dir():
+        remedy = f"openrlhf-ext convert --merge {adapter} --base FOLDER --to WHOLE makes a checkpoint that needs none"
+        raise InputError(f"the base of {adapter} is {base}, which is no folder here: {remedy}")
+    return base

@@ -26,6 +26,7 @@ from openrlhf_ext.inputs import (
     read_text,
     reading,
 )
+from openrlhf_ext.megatron.model.adapter import base_of, is_adapter
 from openrlhf_ext.patches.environment import has_cuda
 from openrlhf_ext.rewards.counting import powers_of_two
 from openrlhf_ext.tools.evaluate.problems import (
@@ -41,7 +42,6 @@ from openrlhf_ext.tools.evaluate.problems import (
     task_settings,
 )
 from openrlhf_ext.tools.evaluate.protocols import MATH_TEMPLATE, PROTOCOLS, SYSTEM_PROMPTS, settle
-from openrlhf_ext.tools.merge import base_of, is_adapter
 
 _SAMPLING = ("temperature", "top_p", "max_new_tokens", "batch_size", "seed", "engine", "dtype", "device", "greedy")
 _ENGINE = ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_mib")
