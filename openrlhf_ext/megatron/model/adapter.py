@@ -103,7 +103,9 @@ def read_adapter(path: str | Path, family: Family) -> Adapter:
                 if name in entries and entries[name] not in plain]:  # fmt: skip
         raise InputError(f"{path / CONFIG}: only plain LoRA adapters are built, this one has {', '.join(more)}")
     try:
-        names = resolved_targets(entries["target_modules"], family)
+        named = entries["target_modules"]
+        # peft may list every module by its path; whether all layers have it, the tensors show
+        names = resolved_targets(named if isinstance(named, str) else {n.split(".")[-1] for n in named}, family)
     except ValueError as error:
         raise InputError(f"{path / CONFIG}: {error}") from error
     return Adapter(entries["r"], entries["lora_alpha"], float(entries.get("lora_dropout", 0.0)), names)
