@@ -131,7 +131,8 @@ class PolicyRank:
         settings = ModelSettings(path, ParallelLayout(self.world_size, tensor, stages))
         initialize_distributed(settings.layout, TIMEOUT_S, 0)
         self.policy = MegatronPolicy(settings)
-        self.sync = SyncSettings("gloo", 1, WeightSync(bucket_mib=bucket_mib, timeout_s=TIMEOUT_S), 1.0, ())
+        options = WeightSync(bucket_mib=bucket_mib, timeout_s=TIMEOUT_S)
+        self.sync = SyncSettings("gloo", 1, options, 1.0, (), "adapter", "bf16")
         self.version = 0
 
     def connect(self, engines: list) -> dict[str, int]:

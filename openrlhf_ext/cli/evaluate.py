@@ -175,17 +175,21 @@ def _results(request: Request) -> list[Any]:
 
 @contextmanager
 def _whole(given: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """The arguments with a whole checkpoint in the place of a LoRA adapter, in a folder that is there in the body."""
+    """The arguments with whole checkpoints in the places of LoRA adapters, in a folder that is there in the body."""
+    from openrlhf_ext.checkpoints import CheckpointError
     from openrlhf_ext.megatron.model.adapter import is_adapter
     from openrlhf_ext.tools.merge import merge
 
-    if given.model is None or not is_adapter(given.model):
-        yield given
-        return
+    named = {name: getattr(given, name) for name in ("model", "reference")}
+    adapters = {name: folder for name, folder in named.items() if folder is not None and is_adapter(folder)}
     with tempfile.TemporaryDirectory(prefix="merged-") as folder:
-        whole = Path(folder) / Path(given.model).resolve().name
-        merge(given.model, whole)
-        yield argparse.Namespace(**vars(given) | {"model": str(whole)})
+        for name, adapter in adapters.items():
+            _print(f"evaluate: --{name} is an adapter; its base, with it in the weights, goes to {folder}", sys.stderr)
+            try:
+                merge(adapter, Path(folder) / name)
+            except CheckpointError as error:
+                raise ValueError(f"{error}; TMPDIR names another place") from error
+        yield argparse.Namespace(**vars(given) | {name: str(Path(folder) / name) for name in adapters})
 
 
 def _locked(folder: Path) -> FolderLock:

@@ -23,6 +23,7 @@ from openrlhf_ext.options.sections import Megatron
 
 _ACTOR, _CRITIC, _GUIDE = "actor.model_name_or_path", "critic.model_name_or_path", "guide.model_name_or_path"
 _REWARD = "reward.model_name_or_path"
+_MOST_LORA_RANK = 512  # vllm 0.29.0 config/lora.py
 
 
 def model_violations(config: RunConfig) -> Iterator[Violation]:
@@ -69,11 +70,21 @@ def shape_violations(config: RunConfig, model: ModelShape, option: str) -> Itera
 
 def _adapter_rules(config: RunConfig, policy: ModelShape) -> Iterator[Violation]:
     lora = config.ds.lora
+    name = "ds.lora.path" if lora.path is not None else "ds.lora.rank"
+    if config.fp8.enable:
+        yield Violation((name, "fp8.enable"),
+            f"{name} keeps the linear layers' weights in megatron.param_dtype, adapters beside FP8 layers are not "
+            "built: got fp8.enable; leave one of the two out")
     try:
-        chosen_adapter(lora, policy.family)
+        rank = chosen_adapter(lora, policy.family).rank
     except ValueError as error:  # an InputError is one
-        names = ("ds.lora.path",) if lora.path is not None else ("ds.lora.target_modules",)
-        yield Violation(names, f"{names[0]}: {error}")
+        name = "ds.lora.path" if lora.path is not None else "ds.lora.target_modules"
+        yield Violation((name,), f"{name}: {error}")
+        return
+    if rank > _MOST_LORA_RANK and config.vllm.lora == "adapter":
+        yield Violation((name, "vllm.lora"),
+            f"{name}: an adapter's rank must be at most {_MOST_LORA_RANK} where vLLM adds it: got {rank}; set "
+            "vllm.lora merged, or a lower rank")
 
 
 def _critic_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Violation]:

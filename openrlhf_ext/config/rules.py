@@ -32,7 +32,6 @@ from openrlhf_ext.options.table import Configuration
 RESERVED_KEYS = {"kl": "algo.kl.*", "correction": "algo.advantage.is_correction_*", "name": "algo.advantage.estimator"}
 _ACTOR, _GUIDE, _REWARD = "actor.model_name_or_path", "guide.model_name_or_path", "reward.model_name_or_path"
 _HOST_COPY = ", or leave both out for a copy in the policy's host memory"
-_MOST_LORA_RANK = 512  # vllm 0.29.0 config/lora.py
 _MAX_CHANGE = 0.2  # of the adaptive controller: the error of the measured KL is clipped to +-20 %
 
 
@@ -168,7 +167,7 @@ def transport(config: RunConfig) -> Iterator[Violation]:
 
 def adapters(config: RunConfig) -> Iterator[Violation]:
     """What adapters (``ds.lora``) do not go with."""
-    lora, remedy = config.ds.lora, "leave one of the two out"
+    lora = config.ds.lora
     if not lora.enabled:
         return
     name = "ds.lora.rank" if lora.rank else "ds.lora.path"
@@ -176,23 +175,15 @@ def adapters(config: RunConfig) -> Iterator[Violation]:
         yield Violation((name, "algo.advantage.estimator"),
             f"{name} is of the policy alone, and OpenRLHF would give the critic of algo.advantage.estimator gae "
             "adapters too, which is not built: use an estimator without a critic, or leave ds.lora.* out")
-    if config.fp8.enable:
-        yield Violation((name, "fp8.enable"),
-            f"{name} keeps the linear layers' weights in megatron.param_dtype, adapters beside FP8 layers are not "
-            f"built: got fp8.enable; {remedy}")
     if config.vllm.lora != "adapter":
         return
-    if lora.rank > _MOST_LORA_RANK:
-        yield Violation((name, "vllm.lora"),
-            f"ds.lora.rank must be at most {_MOST_LORA_RANK} where vLLM adds the adapter: got {lora.rank}; set "
-            "vllm.lora merged, or a lower rank")
     for option, given, why in (
         ("fp8.rollout_enable", config.fp8.rollout_enable, "the engines' layers are in FP8"),
         ("weight_sync.delta_enable", config.weight_sync.delta_enable, "an adapter travels whole"),
     ):
         if given:
             yield Violation((name, "vllm.lora", option),
-                f"vllm.lora adapter does not go with {option}, {why}: set vllm.lora merged, or {remedy}")
+                f"vllm.lora adapter does not go with {option}, {why}: set vllm.lora merged, or leave {option} out")
 
 
 def reference(config: RunConfig) -> Iterator[Violation]:

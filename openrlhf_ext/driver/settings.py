@@ -166,4 +166,5 @@ def sync_settings(config: RunConfig, use_gpu: bool, probe: Sequence[int]) -> Syn
         deterministic=config.train.full_determinism_enable,
     )  # fmt: skip
     workers, tolerance = config.vllm.tensor_parallel_size, config.probe_tolerance
-    return SyncSettings(transport, workers, config.weight_sync, tolerance, tuple(probe), config.vllm.lora)
+    lora, dtype = config.vllm.lora, config.rollout_dtype
+    return SyncSettings(transport, workers, config.weight_sync, tolerance, tuple(probe), lora, dtype)

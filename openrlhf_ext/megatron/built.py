@@ -19,7 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from openrlhf_ext.megatron.layers.adapted import adapter_parameters, add_adapters
-from openrlhf_ext.megatron.layers.lora import LoRALayers
+from openrlhf_ext.megatron.layers.lora import LoRALayers, adapters_of
 from openrlhf_ext.megatron.model.adapter import WEIGHTS
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel, build_model, transformer_config
 from openrlhf_ext.megatron.model.hf_files import HFRows, adapter_side_files, read_side_files, save_hf
@@ -106,7 +106,7 @@ class BuiltModel:
     @property
     def lora(self) -> LoRALayers | None:
         """What is trained instead of the weights. Not a collective."""
-        return next((each for each in self.settings.converters if isinstance(each, LoRALayers)), None)
+        return adapters_of(self.settings.converters)
 
     def read_shape(self) -> ModelShape:
         return read_model_shape(self.settings.model_path)

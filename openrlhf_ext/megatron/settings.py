@@ -65,7 +65,7 @@ def training_environment(config: Any) -> dict[str, str]:
     return env
 
 
-KNOWN: tuple[type[LayerConverter], ...] = (FP8Layers, LoRALayers)
+KNOWN: tuple[type[LayerConverter], ...] = (FP8Layers,)
 
 
 def layer_converters(config: Any, family: Family) -> tuple[LayerConverter, ...]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -37,14 +38,16 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class SyncSettings:
     """How weights reach engines of so many ``workers``, and how it is proved: by the ``probe``, tokens that both sides
-    score to a ``tolerance`` in nats. ``lora``: of a policy that trains adapters, what travels (``vllm.lora``)."""
+    score to a ``tolerance`` in nats. ``lora``: what travels of a policy that trains adapters (``vllm.lora``); adapters
+    in the engines' ``dtype``."""
 
     transport: str
     workers: int
     options: WeightSync
     tolerance: float
     probe: tuple[int, ...]
-    lora: str = "adapter"
+    lora: str
+    dtype: str
 
 
 class WeightPublisher:
@@ -56,7 +59,7 @@ class WeightPublisher:
 
         self._policy, self._settings = policy, settings
         transport = find_transport(settings.transport)
-        self._exporter = _exporter(policy, settings.lora, transport.most_streams)
+        self._exporter = exporter_of(policy, settings, transport.most_streams)
         specs = [(tensor.name, tensor.shape, tensor.dtype) for tensor in self._exporter.metadata()]
         streams = self._exporter.streams_of_tensors()
         self.plan = BucketPlan.build(specs, settings.options.bucket_mib << 20, streams)
@@ -151,7 +154,7 @@ class WeightPublisher:
             return nullcontext()
         from openrlhf_ext.megatron.layers.adapted import rounded_adapters  # Megatron: see ranks/actor.py
 
-        return rounded_adapters(policy.chunks, policy.dtype)
+        return rounded_adapters(policy.chunks, _engines_dtype(self._settings))
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
@@ -195,7 +198,8 @@ class WeightPublisher:
 
     def _require_change(self, report: SendReport, version: int, trained: bool) -> None:
         # a few updates of an adapter may be below what bf16 has room for beside the base
-        is_sure = self._policy.lora is None or self._settings.lora == "adapter"
+        policy, what = self._policy, self._settings.lora
+        is_sure = policy.lora is None or what == "adapter" or policy.dtype == torch.float32
         if trained and is_sure and report.sums == self._last_sums:
             raise WeightSyncMismatch(
                 f"the policy was trained, with a learning rate and a gradient that were not zero, but weights {version}"
@@ -238,15 +242,22 @@ class WeightPublisher:
         return [each[0] for each in found], errors
 
 
-def _exporter(policy: MegatronPolicy, lora: str, most_streams: int) -> HFExporter:
+def _engines_dtype(settings: SyncSettings) -> torch.dtype:
+    from openrlhf_ext.megatron.built import DTYPES  # Megatron: see ranks/actor.py
+
+    return DTYPES[settings.dtype]
+
+
+def exporter_of(policy: MegatronPolicy, settings: SyncSettings, most_streams: int) -> HFExporter:
     """Of what travels: the weights, with adapters in them if ``lora`` is 'merged', or the adapters alone."""
     from openrlhf_ext.megatron.layers.adapted import merged_values, scaled_values  # Megatron: see ranks/actor.py
 
     if policy.lora is None:
         return policy.exporter(most_streams=most_streams)
-    if lora == "merged":
+    if settings.lora == "merged":
         return policy.exporter(merged_values(policy.chunks), most_streams)
-    return policy.adapter_exporter(scaled_values(policy.chunks, policy.dtype), most_streams, policy.dtype)
+    dtype = _engines_dtype(settings)
+    return policy.adapter_exporter(scaled_values(policy.chunks, dtype), most_streams, dtype)
 
 
 @contextmanager

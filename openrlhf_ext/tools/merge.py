@@ -26,9 +26,9 @@ _ENTRIES_AT_ONCE = 1 << 26
 
 
 def merge(adapter: str | Path, target: str | Path, base: str | Path | None = None) -> dict[str, int]:
-    """Writes W + alpha / r B A, computed in fp32, with the base's dtype, configuration and tokenizer; the size of every
-    file in bytes. ``base``: None: the one that the adapter names. Raises InputError, WeightMapError: a folder lacks
-    something, or the adapter is another model's."""
+    """Writes W + alpha / r B A, computed in fp32, with the base's (widest) dtype, configuration and tokenizer; returns
+    the size of every file in bytes. ``base``: None: the one that the adapter names. Raises InputError, WeightMapError:
+    a folder lacks something, or the adapter is another model's."""
     base = base_of(adapter) if base is None else base
     shape = read_model_shape(base)
     found = read_adapter(adapter, shape.family)
@@ -40,7 +40,8 @@ def merge(adapter: str | Path, target: str | Path, base: str | Path | None = Non
         if problems:
             raise WeightMapError(f"{path}: {describe(problems)}")
     tensors = hf_tensors(shape)
-    dtype = _DTYPES[weights.header(tensors[0].name)[1]]
+    # a checkpoint that is written has one
+    dtype = max((_DTYPES[weights.header(tensor.name)[1]] for tensor in tensors), key=lambda one: one.itemsize)
     rows = (part for tensor in tensors for part in _merged(tensor, weights, low_rank, found, dtype))
     return save_hf(rows, tensors, dtype, read_side_files(base), target)
 

@@ -35,7 +35,7 @@ from tests.megatron.parity import settings
 from tests.patience import PATIENCE_S
 from tests.rollout.updates import FakeEngine
 
-SYNC = SyncSettings("gloo", 1, WeightSync(timeout_s=30.0), 1e-4, tuple(range(16)))
+SYNC = SyncSettings("gloo", 1, WeightSync(timeout_s=30.0), 1e-4, tuple(range(16)), "adapter", "fp32")
 
 
 Fake = FakeEngine.__ray_metadata__.modified_class

@@ -83,7 +83,9 @@ class Wide:
         tokens, logprobs = ray.get(engine.continuation.remote(PROMPT, 110, 0), timeout=PATIENCE_S)
         text = tuple(PROMPT + tokens[: end_of_probe(logprobs)])
         publisher = WeightPublisher(
-            policy, SyncSettings("gloo", 1, WeightSync(bucket_mib=4, timeout_s=PATIENCE_S), TOLERANCE, text), [engine]
+            policy,
+            SyncSettings("gloo", 1, WeightSync(bucket_mib=4, timeout_s=PATIENCE_S), TOLERANCE, text, "adapter", "bf16"),
+            [engine],
         )
         publisher.connect()
         return cls(policy, publisher, engine)

@@ -212,14 +212,13 @@ _OF_TE = {"TELayerNormColumnParallelLinear": AdaptedTEColumn, "TERowParallelLine
 
 @cache
 def _class(base: type) -> type:
-    """A linear of this class, ours or Megatron's, that may have an adapter."""
-    if issubclass(base, NormColumnParallelLinear):
-        return type(f"Adapted{base.__name__}", (AdaptedColumn, base), {})
-    if issubclass(base, RowParallelLinear):
-        return type(f"Adapted{base.__name__}", (AdaptedRow, base), {})
-    if base.__name__ in _OF_TE:
-        return type(f"Adapted{base.__name__}", (_OF_TE[base.__name__], base), {})
-    raise ValueError(f"adapters of a {base.__name__} are not built")
+    """A linear of this class, ours or Megatron's, that may have an adapter. Not of one derived from these: its own
+    forward pass would be passed over."""
+    ours: dict[type, type] = {NormColumnParallelLinear: AdaptedColumn, RowParallelLinear: AdaptedRow}
+    kind = ours.get(base) or _OF_TE.get(base.__name__)
+    if kind is None:
+        raise ValueError(f"adapters of a {base.__name__} are not built")
+    return type(f"Adapted{base.__name__}", (kind, base), {})
 
 
 def adapted(linear: ModuleSpec | type) -> ModuleSpec | type:

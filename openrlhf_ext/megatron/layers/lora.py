@@ -3,6 +3,7 @@ late."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,3 +39,8 @@ class LoRALayers(LayerConverter):
         for module, names in ((attention, ("linear_qkv", "linear_proj")), (mlp, ("linear_fc1", "linear_fc2"))):
             for name in names:
                 setattr(module, name, adapted(getattr(module, name)))
+
+
+def adapters_of(converters: Iterable[LayerConverter]) -> LoRALayers | None:
+    """The one that gives a model adapters, if there is one."""
+    return next((each for each in converters if isinstance(each, LoRALayers)), None)

@@ -44,7 +44,7 @@ class ModelShape:
     qkv_bias: bool
     qk_norm: bool
     value_head: str | None = None  # of a critic or reward model: HF name, in the place of the vocabulary projection
-    # not of the decoder itself, but of low-rank adapters of these modules of it (``adapter_of``); none: of the decoder
+    # not of the decoder, but of low-rank adapters of these modules of it (``adapter_shape``); 0: of the decoder
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
 

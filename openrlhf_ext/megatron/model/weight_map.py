@@ -44,7 +44,7 @@ def targeted(rule: Rule, targets: Collection[str]) -> list[int]:
 
 
 def adapter_rules(rules: Iterable[Rule], targets: Collection[str]) -> Iterator[Rule]:
-    """For every linear with an adapter how its two parameters (``layers.lora``) are made of peft's tensors."""
+    """For every linear with an adapter how its two parameters (``layers.adapted``) are made of peft's tensors."""
     for rule in rules:
         chosen = targeted(rule, targets)
         if not chosen:

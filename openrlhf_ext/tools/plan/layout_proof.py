@@ -25,7 +25,7 @@ from openrlhf_ext.inputs import reading
 from openrlhf_ext.megatron.distributed import fake_rank
 from openrlhf_ext.megatron.layers import LayerConverter, kept_bytes
 from openrlhf_ext.megatron.layers.adapted import adapter_parameters, add_zeros
-from openrlhf_ext.megatron.layers.lora import LoRALayers
+from openrlhf_ext.megatron.layers.lora import LoRALayers, adapters_of
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel, build_model, transformer_config
 from openrlhf_ext.megatron.model.hf_files import unaccounted_parameters
@@ -113,7 +113,7 @@ def prove_layout(
         shares.append(share)
         holders += held
         problems += [f"rank {rank}: {problem}" for problem in found]
-    lora = _adapters(converters)
+    lora = adapters_of(converters)
     tensors = [*hf_tensors(shape), *(hf_tensors(lora.shape(shape)) if lora else ())]
     problems += [*_places(shape, tensors, layout.tensor_parallel_size, holders)]
     problems += _transformers_differences(model_path, shape)
@@ -129,7 +129,7 @@ def _build(
 ) -> tuple[RankShare, list[_Holder], list[str]]:  # fmt: skip
     place = layout.place(rank)
     holders, problems, layers, parameters, adapters, copies = [], [], [], 0, 0, 0
-    lora = _adapters(converters)
+    lora = adapters_of(converters)
     with fake_rank(layout, rank):
         for chunk in _meta_chunks(shape, layout, dtype, lora):
             for model in (shape, *((lora.shape(shape),) if lora else ())):
@@ -154,10 +154,6 @@ def _build(
         copy_bytes=copies,
     )  # fmt: skip
     return share, holders, problems
-
-
-def _adapters(converters: Sequence[LayerConverter]) -> LoRALayers | None:
-    return next((each for each in converters if isinstance(each, LoRALayers)), None)
 
 
 def _places(

@@ -23,7 +23,7 @@ import numpy as np
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.megatron.layers import LayerConverter
-from openrlhf_ext.megatron.layers.lora import LoRALayers
+from openrlhf_ext.megatron.layers.lora import LoRALayers, adapters_of
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops
 from openrlhf_ext.megatron.model.shape import ModelShape
@@ -111,9 +111,8 @@ def chunk_parameters(
 @cache
 def rank_states(shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions) -> States:
     """States of the ranks of a stage; where ranks share the optimizer's states, of the rank with the largest share."""
-    for converter in options.converters:
-        if isinstance(converter, LoRALayers):
-            return _with_adapters(shape, layout, stage, options, converter)
+    if (lora := adapters_of(options.converters)) is not None:
+        return _with_adapters(shape, layout, stage, options, lora)
     shards = layout.data_parallel_size * layout.context_parallel_size if options.distributed else 1
     parameters, entries, owned = 0, 0, np.zeros(shards, dtype=np.int64)
     stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size

@@ -21,6 +21,8 @@ from openrlhf_ext.megatron.model.adapter import ALL_LINEAR, Adapter, resolved_ta
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.step.optimizer import gradient_squares
+from openrlhf_ext.options.sections import WeightSync
+from openrlhf_ext.ranks.publishing import SyncSettings, exporter_of
 from tests.megatron.parity import WeightedLogprob, deal, settings
 from tests.megatron.reference import TEMPERATURE
 from tests.patience import PATIENCE_S
@@ -105,6 +107,11 @@ def run_others(cases: list[dict], batch, weights_N, root: Path) -> list[dict]:
     for case in cases:
         policy = lora_policy(case, int(os.environ["WORLD_SIZE"]))
         out: dict = {"started": _adapter(policy), "fingerprint": policy.base_fingerprint()}
+        if "engines" in case:
+            policy.chunks[0].decoder.layers[0].mlp.linear_fc1.lora_b.data.normal_()
+            sync = SyncSettings("gloo", 1, WeightSync(), 1.0, (), "adapter", case["engines"])
+            out["sent"] = {name: tensor.clone() for name, tensor in exporter_of(policy, sync, 1)}
+            out["held"] = _adapter(policy)
         rows = deal(case, batch, policy.shape.attention_length)
         mine, shaped = batch.select(rows), WeightedLogprob(weights_N, batch.responses).select(rows)
         if "load" in case:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from openrlhf_ext.megatron.layers.adapted import adapted
+from openrlhf_ext.megatron.layers.emulated import EmulatedNormColumnParallelLinear, EmulatedRowParallelLinear
 from tests.launch import launch
 from tests.megatron.layers.lora_ranks import truth
 from tests.megatron.reference import make_batch
@@ -94,7 +96,8 @@ def outcomes(root, truths):
 
 
 OTHERS = [
-    {"tp": 2, "seed": 5}, {"pp": 2, "seed": 5}, {"seed": 5, "distributed_optimizer": True}, {"seed": 6},
+    {"tp": 2, "seed": 5, "engines": "bf16"}, {"pp": 2, "seed": 5}, {"seed": 5, "distributed_optimizer": True},
+    {"seed": 6},
     {"tp": 2, "dropout": 0.3}, {"tp": 2, "dropout": 0.3, "recompute": FULL},
     {"tp": 2, "sp": True, "dropout": 0.3}, {"tp": 2, "sp": True, "dropout": 0.3, "recompute": FULL},
     {"tp": 2, "sp": True, "dropout": 0.3, "save": "dropped"},
@@ -127,6 +130,21 @@ def test_new_adapters_are_the_same_in_every_layout_and_pefts(others):
         else:
             assert not values.any(), name
     assert len({others[0][number]["fingerprint"] for number in range(9)}) == 1, "of the base, in every layout"
+
+
+def test_engines_get_adapters_in_their_own_dtype_times_alpha_over_r(others):
+    """Of an fp32 policy with engines in bf16 (vllm.dtype), which refuse another."""
+    sent, held = others[0][0]["sent"], others[0][0]["held"]
+    assert sent.keys() == held.keys() and any(tensor.any() for name, tensor in sent.items() if "lora_B" in name)
+    for name, tensor in held.items():
+        assert torch.equal(sent[name], (tensor * (2.0 if "lora_B" in name else 1.0)).bfloat16()), name
+
+
+def test_a_layer_derived_from_ours_gets_no_adapter():
+    """Its own forward pass would be passed over: an emulated FP8 layer would silently compute in bf16."""
+    for layer in (EmulatedNormColumnParallelLinear, EmulatedRowParallelLinear):
+        with pytest.raises(ValueError, match=f"adapters of a {layer.__name__} are not built"):
+            adapted(layer)
 
 
 @pytest.mark.parametrize(("kept", "recomputed"), [(4, 5), (6, 7)])
