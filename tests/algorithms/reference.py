@@ -967,7 +967,7 @@ def conflict_mask(group, signs, i, backward, anchor):
     return out[::-1] if backward else out
 
 
-def run_gtpo_conflict(groups, o, correction=None):
+def run_gtpo_conflict(groups, o, correction=None, kl=None):
     result = {key: [] for key in ("A", "A_tilde", "delta", "lambda", "forward_mask", "backward_mask", "H_bar")}
     omegas = []
     for group in groups:
@@ -1018,7 +1018,7 @@ def run_gtpo_conflict(groups, o, correction=None):
         ):
             result[key].append(value)
     tokens = [[[result["A_tilde"][g][i]] * length(c) for i, c in enumerate(group)] for g, group in enumerate(groups)]
-    loss, grad, _ = token_loss(groups, tokens, omegas, o, factors=result["lambda"], correction=correction)
+    loss, grad, _ = token_loss(groups, tokens, omegas, o, factors=result["lambda"], correction=correction, kl=kl)
     return {**result, "loss": loss, "grad": grad, "advantages": tokens}
 
 

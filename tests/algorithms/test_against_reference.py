@@ -227,7 +227,7 @@ def test_every_correction(name: str, correction: dict) -> None:
     check_against_reference(name, base_options(name), random_groups(5), shuffle=3, correction=correction)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "gtpo_entropy"])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gtpo_entropy", "gtpo_conflict"])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_estimators_in_the_loss(name: str, estimator: str) -> None:
     product = {"kl": {"coef": 0.3, "estimator": estimator}}

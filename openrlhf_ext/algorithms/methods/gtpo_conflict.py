@@ -129,7 +129,8 @@ class GtpoConflict(TokenAlgorithm):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("entropies",)
-    kl_places: ClassVar[tuple[str, ...]] = ()
+    # an extension: the paper trains without a KL, and the claim that none is needed can be tried
+    kl_places: ClassVar[tuple[str, ...]] = ("loss",)
 
     def partition(self, batch: RolloutBatch, groups: Groups) -> Partition:
         """Classes by the sign of A; no group is dropped or zeroed."""
