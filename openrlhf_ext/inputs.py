@@ -8,6 +8,7 @@ remedy. Imports the standard library alone.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import math
 import re
@@ -167,6 +168,11 @@ def read_text(path: str | Path, most: int = FILE_BYTES) -> str:
         if len(content) > most:
             raise InputError(f"{path} is too large: it must have at most {most} bytes; is it the right file?")
         return content.decode("utf-8")
+
+
+def sha256_of(path: str | Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(

@@ -23,12 +23,9 @@ from openrlhf_ext.reporting.lines import JsonLines, read_lines
 ROOT = Path(__file__).resolve().parents[2]
 # what the numbers of a run depend on, by its backend
 _CODE = {
-    "local": (
-        "openrlhf_ext/algorithms", "openrlhf_ext/rewards/tagged.py", "benchmarks/study/training.py",
-        "benchmarks/study/decoding.py",
-    ),
+    "local": ("openrlhf_ext/algorithms", "benchmarks/study/training.py", "benchmarks/study/decoding.py"),
     "stack": ("openrlhf_ext", "benchmarks/study"),
-}  # fmt: skip
+}
 _IMPORTED = re.compile(r"^(?:import|from) (\w+)", re.MULTILINE)
 
 

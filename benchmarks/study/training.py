@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ from openrlhf_ext.rewards.grading import parse_answer
 from openrlhf_ext.rewards.worker import call_reward, load_reward_function
 from openrlhf_ext.rollout.response import derived_seed
 from openrlhf_ext.tools.evaluate.problems import Problem, load_problems
-from openrlhf_ext.tools.evaluate.result import mean
 
 SHAPED = ("degenerate_groups", "conflict_forward", "conflict_backward", "filtered_completions")
 """Metrics of an algorithm that a study keeps."""
@@ -214,7 +214,7 @@ class StudyRun:
             self._update(rollout, shaped, chunk, step, number) for number, chunk in enumerate(chunks * train.max_epochs)
         ]
         names = ("grad_norm", "clip_fraction", *(("ref_kl",) if self.reference is not None else ()))
-        return {name: mean(update.get(name, 0.0) for update in updates) for name in names}
+        return {name: fmean(update.get(name, 0.0) for update in updates) for name in names}
 
     def _update(self, rollout: Rollout, shaped: LossBatch, chunk: slice, step: int, number: int) -> dict[str, float]:
         """One optimizer step on some rows; ``number`` counts those since the rollout."""
@@ -291,7 +291,7 @@ class StudyRun:
         found = self._describe(_joined(rollouts))
         solved = [int(count) for part in rollouts for count in part.scores.view(-1, samples).sum(1)]
         ks = [k for k in (1, 2, 4, 8, 16) if k <= samples]
-        found |= {f"pass@{k}": mean(pass_at_k(samples, correct, k) for correct in solved) for k in ks}
+        found |= {f"pass@{k}": fmean(pass_at_k(samples, correct, k) for correct in solved) for k in ks}
         found |= {"greedy_accuracy": float(greedy.scores.mean()), "seconds": time.perf_counter() - started}
         return {"step": step, "problems": len(problems)} | {name: _rounded(value) for name, value in found.items()}
 

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from openrlhf_ext.inputs import sha256_of
+
 VISIBLE_S = 60.0
 """How long a file that another machine wrote may take to appear here: network file systems cache."""
 
@@ -129,11 +131,6 @@ def _problem(path: Path, entry: FileEntry) -> str | None:
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}"
     return None
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _KIND = "!"

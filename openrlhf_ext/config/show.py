@@ -1,11 +1,10 @@
-"""What users are shown: `--help`, the tables of docs/configuration.md, the JSON schema, and what a dry run prints."""
+"""What users are shown: `--help`, and what a dry run prints."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,6 @@ from openrlhf_ext.config import precision
 from openrlhf_ext.config.estimator import FLAGS, algorithm_options
 from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.config.run_config import RunConfig, option_table
-from openrlhf_ext.config.upstream import DIFFERENCES
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import RANK_ORDER, ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
@@ -32,9 +30,8 @@ from openrlhf_ext.options import (
     nearest,
     nested_model,
     value_of,
-    value_text,
 )
-from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS
+from openrlhf_ext.options.sections.algo import CUSTOM
 from openrlhf_ext.options.table import Configuration, OptionTable, table_of
 from openrlhf_ext.outputs import aligned
 from openrlhf_ext.redaction import HIDDEN, redact
@@ -62,15 +59,15 @@ def format_help(
     table = table or option_table()
     chosen = _matching(pattern, table)
     if not chosen:
-        groups = list(dict.fromkeys(map(_group, table.values())))
+        groups = list(dict.fromkeys(map(group_of, table.values())))
         near = nearest(pattern, [*groups, *table])
         hint = f"did you mean {near}? " if near else ""
         raise ConfigError([Violation((), f"--help {pattern}: no option matches; {hint}groups: {', '.join(groups)}")])
-    supported, refused = _supported_and_refused(chosen)
+    supported, refused = supported_and_refused(chosen)
     if len(chosen) == 1 and chosen[0].arity == "open" and (own_file or chosen[0].name != f"algo.{CUSTOM}"):
         supported = list(method_options(chosen[0].name.removeprefix("algo."), own_file))
     blocks = [usage]
-    for group, options in groupby(supported, key=_group):
+    for group, options in groupby(supported, key=group_of):
         blocks.append("\n".join([f"{group}:", *(_help_entry(option) for option in options)]) + "\n")
     if refused:
         heading = "refused, or without a meaning here, unless left at their default:"
@@ -78,26 +75,7 @@ def format_help(
     return "\n".join(blocks)
 
 
-def format_markdown() -> str:
-    """The section of docs/configuration.md that is generated."""
-    supported, refused = _supported_and_refused(list(option_table().values()))
-    lines: list[str] = []
-    for group, members in groupby(supported, key=_group):
-        rows = [_markdown_row(option) for option in members]
-        lines += [f"### {group}", "", *_markdown_table(("option", "type", "default", "meaning"), rows), ""]
-    lines += ["### Options of the estimators", ""]
-    lines += ["As `algo.<estimator>.<option>`; what they do is in [methods.md](methods.md).", ""]
-    lines += [*_markdown_table(("option", "type", "default", "estimators", "meaning"), _method_rows()), ""]
-    lines += ["### Options of OpenRLHF that are refused or mean nothing here", ""]
-    lines += ["Any other value than the inert one is refused, or accepted with a line that says why.", ""]
-    lines += [*_markdown_table(("option", "inert value", "else", "why", "instead"), map(_refused_row, refused)), ""]
-    lines += ["### Where defaults or choices differ from OpenRLHF", ""]
-    rows = [(f"`{entry.name}`", entry.upstream, entry.ours, entry.why) for entry in DIFFERENCES]
-    lines += _markdown_table(("option", "OpenRLHF", "here", "why"), rows)
-    return "\n".join(lines) + "\n"
-
-
-def _supported_and_refused(options: Sequence[Option]) -> tuple[list[Option], list[Option]]:
+def supported_and_refused(options: Sequence[Option]) -> tuple[list[Option], list[Option]]:
     return [one for one in options if one.unsupported is None], [one for one in options if one.unsupported is not None]
 
 
@@ -113,22 +91,6 @@ def method_options(estimator: str, own_file: str | None = None) -> Iterator[Opti
         yield from (replace(option, name=f"algo.{estimator}.{option.name}") for option in options)
 
 
-def _method_rows() -> Iterator[Sequence[str]]:
-    """One row for all estimators that have an option with this type, default and meaning."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for estimator in ESTIMATORS:
-        for option in method_options(estimator):
-            key = option.name.removeprefix(f"algo.{estimator}.")
-            published = option.info.recommended
-            taken = "" if published is None else f"; a run takes {value_text(published)}"
-            default = "required" if option.required else _code(option.shown_default) + taken
-            rows.setdefault((f"`{key}`", option.expects, default, option.help), []).append(estimator)
-    for (key, expects, default, meaning), estimators in sorted(rows.items()):
-        others = [estimator for estimator in ESTIMATORS if estimator not in estimators]
-        all_but = "all but " + ", ".join(others) if others else "all"
-        yield key, expects, default, all_but if len(others) < 4 else ", ".join(estimators), meaning
-
-
 def _matching(pattern: str, table: OptionTable) -> list[Option]:
     pattern = pattern.removeprefix("--")
     options = list(table.values())
@@ -136,13 +98,13 @@ def _matching(pattern: str, table: OptionTable) -> list[Option]:
     return in_group or [option for option in options if pattern in option.name]
 
 
-def _group(option: Option) -> str:
+def group_of(option: Option) -> str:
     return option.section or "top level"
 
 
 def _help_entry(option: Option) -> str:
     mark = "+" if option.info.added else " "
-    head = f" {mark} --{_shown_name(option)}  <{option.expects}>"
+    head = f" {mark} --{shown_name(option)}  <{option.expects}>"
     default = f" [{option.shown_default}]" if option.shown_default else ""
     indent = " " * 7
     meaning = textwrap.wrap(option.help + default, _WIDTH, initial_indent=indent, subsequent_indent=indent)
@@ -156,29 +118,8 @@ def _refused_entry(option: Option) -> str:
     return textwrap.fill(text, _WIDTH, initial_indent="   ", subsequent_indent=" " * 7)
 
 
-def _shown_name(option: Option) -> str:
+def shown_name(option: Option) -> str:
     return option.name + (".<key>" if option.arity == "open" else "")
-
-
-def _markdown_row(option: Option) -> Sequence[str]:
-    mark = " +" if option.info.added else ""
-    return f"`{_shown_name(option)}`{mark}", option.expects, _code(option.shown_default), option.help
-
-
-def _refused_row(option: Option) -> Sequence[str]:
-    assert option.unsupported is not None
-    reason = option.unsupported
-    verdict = "refused" if reason.yet else "a line"
-    return f"`{option.name}`", _code(option.shown_default), verdict, reason.why, reason.instead
-
-
-def _code(text: str) -> str:
-    return f"`{text}`" if text else ""
-
-
-def _markdown_table(head: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
 
 
 # ---- a dry run ---------------------------------------------------------------------------------------------------
@@ -425,57 +366,9 @@ def _place_of_frozen(ranks: int) -> str:
 # ---- the JSON schema, by which editors complete and check YAML files: options.schema.json ---------------------------
 
 SCHEMA = Path(__file__).resolve().parents[1] / "options.schema.json"
-_DEFS = "#/$defs/"
-
-
-def format_schema() -> str:
-    """The schema as text. Names with dots in them are patterns, which editors check and do not offer."""
-    from openrlhf_ext.algorithms.registry import algorithm_class  # late: algorithms import torch
-
-    schema = RunConfig.model_json_schema()
-    models = schema["$defs"]
-    for estimator in ESTIMATORS:
-        options = algorithm_class(estimator).Options.model_json_schema()
-        models |= options.pop("$defs", {}) | {f"algo.{estimator}": options}
-        models["Algo"]["properties"][estimator] = {"$ref": f"{_DEFS}algo.{estimator}"}
-    for model in [schema, *models.values()]:
-        model.pop("required", None)  # a file may leave to another one, or to the command line, what a run needs
-        if dotted := dict(_dotted(model, models)):
-            model["patternProperties"] = {f"^{re.escape(name)}$": {"$ref": place} for name, place in dotted.items()}
-    about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Options of openrlhf-ext train"}
-    schema = about | _plain(schema)
-    groups = ",\n".join(f"{json.dumps(name)}: {json.dumps(model)}" for name, model in schema.pop("$defs").items())
-    return f'{json.dumps(schema)[:-1]}, "$defs": {{\n{groups}\n}}}}\n'  # a line for each group: readable differences
+"""Made by ``benchmarks/option_tables.py --schema``."""
 
 
 def modeline(file: Path) -> str:
     """The line by which editors find the schema from a YAML file."""
     return f"# yaml-language-server: $schema={os.path.relpath(SCHEMA, file.resolve().parent)}\n"
-
-
-def _dotted(model: dict[str, Any], models: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name with dots, place in the schema) of every option below the groups of a model."""
-    for name, about in model.get("properties", {}).items():
-        for form in (about, *about.get("anyOf", ())):
-            if group := form.get("$ref", "").removeprefix(_DEFS):
-                yield from (
-                    (f"{name}.{inner}", f"{_DEFS}{group}/properties/{inner}") for inner in models[group]["properties"]
-                )
-                yield from ((f"{name}.{inner}", place) for inner, place in _dotted(models[group], models))
-
-
-def _plain(node: Any) -> Any:
-    """Without pydantic's titles, and without what only our own declarations say."""
-    if isinstance(node, list):
-        return [_plain(inner) for inner in node]
-    if not isinstance(node, dict):
-        return node
-    said = {key: _plain(inner) for key, inner in node.items()}
-    if "$ref" in said:
-        return {"$ref": said["$ref"]}
-    if isinstance(said.get("title"), str):
-        del said["title"]
-    if isinstance(said.get("option"), dict) and "unsupported" in said["option"]:
-        if refused := said.pop("option")["unsupported"]:
-            said |= {"deprecated": True, "description": f"refused: {refused['why']}; {refused['instead']}"}
-    return said

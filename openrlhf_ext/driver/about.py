@@ -3,7 +3,6 @@ final checkpoint in the form that the Hugging Face hub reads."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -22,6 +21,7 @@ from openrlhf_ext.config import RunConfig, option_table
 from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.config.files import dataset_refs, inputs_of, is_hub_name
 from openrlhf_ext.config.show import shown_options
+from openrlhf_ext.inputs import sha256_of
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections import HeldOutSet
 from openrlhf_ext.options.sections.evaluation import named_part
@@ -218,8 +218,7 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         for dataset in dataset_refs(inputs_of(config, option)):
             path = Path(dataset.path)
             if path.is_file():
-                with path.open("rb") as file:
-                    yield option, path.name, hashlib.file_digest(file, "sha256").hexdigest()
+                yield option, path.name, sha256_of(path)
             elif dataset.path:
                 yield option, dataset.path if is_hub_name(dataset.path) else path.name, "not one file"
 

@@ -33,7 +33,6 @@ class PromptData:
     places: Sequence[int]
 
     def first(self, count: int) -> PromptData:
-        """The first ``count`` prompts."""
         return PromptData(_keep(copy(self.dataset), range(min(count, len(self)))), 0, self.places[:count])
 
     @property

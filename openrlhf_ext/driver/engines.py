@@ -103,7 +103,6 @@ class EngineSupervisor:
         return [self._answer(call, method) for call in asked]
 
     def call(self, index: int, method: str, *arguments: Any) -> EngineCall:
-        """Call a method of engine ``index``."""
         engine = self.engines[index]
         return EngineCall(index, engine, getattr(engine, method).remote(*arguments), self.changes)
 

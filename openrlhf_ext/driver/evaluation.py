@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import stdev
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.rollouts import Group, Prompt
@@ -105,11 +106,7 @@ def set_metrics(groups: Sequence[Group], temperature: float, texts: Texts | None
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    count = len(values)
-    if count < 2:
-        return 0.0
-    mean = math.fsum(values) / count
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def _is_right(response: Response) -> bool:

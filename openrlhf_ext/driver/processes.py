@@ -195,7 +195,6 @@ def executor_factory(config: RunConfig) -> Callable[[], Any]:
 
 
 def start_policy(config: RunConfig, places: Reservation) -> RankGroup:
-    """The group of policy ranks."""
     tensor, layout = tensor_block_size(config), config.layout
     block = math.lcm(tensor, layout.near_ranks)
     return _start_ranks(PolicyActor, places, layout, tensor, block)

@@ -25,12 +25,10 @@ from openrlhf_ext.rollout.sync import choose_transport
 
 
 def policy_path(config: RunConfig) -> str:
-    """The policy's checkpoint."""
     return required(config.actor.model_name_or_path, "actor.model_name_or_path")
 
 
 def worker_env(config: RunConfig) -> dict[str, str]:
-    """Environment of every Ray worker."""
     env = {
         "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "0" if config.logger.verbose else "1",
@@ -64,7 +62,6 @@ def build_algorithm(config: RunConfig, **measured: Any) -> Algorithm:
 
 
 def policy_settings(config: RunConfig, steps: int) -> ModelSettings:
-    """What every policy rank gets."""
     actor = config.actor
     if config.train.drift_check:
         actor = actor.model_copy(update={"adam": actor.adam.model_copy(update={"lr": 0.0})})
@@ -92,7 +89,6 @@ class FrozenModel:
 
 
 def frozen_models(config: RunConfig) -> list[FrozenModel]:
-    """Those that the run needs."""
     models = []
     if config.has_reference:
         models.append(FrozenModel("reference", policy_path(config), config.reference_ranks))
@@ -103,12 +99,10 @@ def frozen_models(config: RunConfig) -> list[FrozenModel]:
 
 
 def critic_path(config: RunConfig) -> str:
-    """The checkpoint that the critic starts from."""
     return required(config.critic_model, "critic.model_name_or_path")
 
 
 def reward_path(config: RunConfig) -> str:
-    """The reward model's checkpoint."""
     return required(config.reward.model_name_or_path, "reward.model_name_or_path")
 
 
@@ -160,7 +154,6 @@ def training_steps(config: RunConfig, prompts: int) -> int:
 
 
 def sync_settings(config: RunConfig, use_gpu: bool, probe: Sequence[int]) -> SyncSettings:
-    """How weights travel."""
     transport = choose_transport(
         config.vllm.sync_backend, on_gpu=use_gpu, colocated=config.engines_share_gpus,
         deterministic=config.train.full_determinism_enable,

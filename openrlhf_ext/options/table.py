@@ -67,7 +67,6 @@ class OptionTable(dict[str, Option]):
         return option if option is not None and option.arity == "open" and name != parent else None
 
     def is_section(self, name: str) -> bool:
-        """Whether options lie below this name."""
         option = self.get(name)
         return (option is not None and option.arity == "open") or any(other.startswith(f"{name}.") for other in self)
 

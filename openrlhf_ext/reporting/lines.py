@@ -136,7 +136,7 @@ def _free_name(path: Path) -> Path:
 _NONFINITE = Kind("nan, inf or -inf", lambda value: value in ("nan", "inf", "-inf"))
 
 
-class _Writer:
+class Writer:
     """Of a file of lines, or of none; a context manager."""
 
     _lines: JsonLines | None
@@ -152,7 +152,7 @@ class _Writer:
         self.close()
 
 
-class MetricsWriter(_Writer):
+class MetricsWriter(Writer):
     """Appends one record per step.
 
     Records of steps after ``resume_step`` that the file already holds belong to a run that is being repeated: they are
@@ -236,7 +236,7 @@ EVENTS = {
 _OF_THE_RUN = {"start", "ready", "resumed", "failure", "restart", "interrupted", "end"}
 
 
-class EventLog(_Writer):
+class EventLog(Writer):
     """Writes the events of one run.
 
     A run that starts anew moves the events of an earlier one to ``<path>.superseded.<n>``. One that ``goes_on`` keeps
@@ -271,7 +271,7 @@ _TOKENS = 1 << 16  # some 40 bytes each: 20 steps of a run whose groups hold no 
 _DECIMALS = 4  # of numbers per token
 
 
-class SampleWriter(_Writer):
+class SampleWriter(Writer):
     """Writes completions of the steps that are due: the first, and every ``every``-th.
 
     None = a twentieth of the run, -1 = never. Completions of steps after ``resume_step`` are moved aside.

@@ -56,7 +56,6 @@ Call = Callable[..., list]
 
 
 def checkpoint_store(config: RunConfig | SupervisedConfig) -> CheckpointStore:
-    """The folder that a run's checkpoints are kept in."""
     return CheckpointStore(config.ckpt.path, config.ckpt.max_num, config.ckpt.max_mem * 1e9)
 
 

@@ -105,7 +105,6 @@ class Recorder:
             logger.error("the figure %s could not be drawn: %s; metrics.jsonl has its numbers", self.figure_path, error)
 
     def close(self) -> None:
-        """Draws the last figure and closes the files."""
         self.draw(wait=True)
         self.writer.close()
 
@@ -125,7 +124,6 @@ class StepRecorder(Recorder):
         self._dropped = dict.fromkeys(_DROPPED, 0.0) if resume_step == 0 else {}
 
     def step(self, step: int, logs: Mapping[str, float], engines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Writes the record of one step and returns it."""
         record = step_record(logs, engines) | {"prompts/skipped_overlong": self.skipped_overlong}
         self._note_groups(record)
         self.write(step, record)

@@ -36,7 +36,7 @@ def test_examples_give_the_printed_numbers() -> None:
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_every_method_and_option_is_documented(name: str) -> None:
-    """Options are in the table that `python -m openrlhf_ext.config` writes, with their defaults."""
+    """Options are in the table that `python benchmarks/option_tables.py` writes, with their defaults."""
     table = (ROOT / "docs/configuration.md").read_text().split("### Options of the estimators")[1].split("\n### ")[0]
     assert section(name)
     for info in describe_options(name):

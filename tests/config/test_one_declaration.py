@@ -9,10 +9,10 @@ import pytest
 import ray
 import torch
 
+from benchmarks.option_tables import format_markdown
 from openrlhf_ext.algorithms import registry
 from openrlhf_ext.config import ConfigError, format_config, load, load_config, run_config
 from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.config.show import format_markdown
 from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.driver.settings import build_algorithm

@@ -8,9 +8,10 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
+from benchmarks.option_tables import format_markdown, format_schema
 from openrlhf_ext.config import option_table
 from openrlhf_ext.config.load import ConfigLoader
-from openrlhf_ext.config.show import SCHEMA, format_markdown, format_schema, modeline
+from openrlhf_ext.config.show import SCHEMA, modeline
 from openrlhf_ext.config.upstream import STANDS_FOR
 from openrlhf_ext.options.sections.algo import ESTIMATORS
 
@@ -48,12 +49,12 @@ def test_the_names_are_frozen():
 def test_the_document_holds_the_current_table():
     begin, end = "<!-- options: begin -->\n", "<!-- options: end -->"
     written = DOCUMENT.read_text().split(begin)[1].split(end)[0]
-    assert written == format_markdown(), "put the output of `python -m openrlhf_ext.config` between the marks"
+    assert written == format_markdown(), "put the output of `python benchmarks/option_tables.py` between the marks"
 
 
 def test_the_schema_is_current():
     assert SCHEMA.read_text() == format_schema(), (
-        f"put the output of `python -m openrlhf_ext.config --schema` in {SCHEMA}"
+        f"put the output of `python benchmarks/option_tables.py --schema` in {SCHEMA}"
     )
 
 

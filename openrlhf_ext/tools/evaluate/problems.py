@@ -29,9 +29,10 @@ from openrlhf_ext.inputs import (
     map_with,
     nearest,
     or_null,
+    sha256_of,
 )
 from openrlhf_ext.redaction import redact
-from openrlhf_ext.reporting.lines import JsonLines, read_lines
+from openrlhf_ext.reporting.lines import JsonLines, Writer, read_lines
 from openrlhf_ext.rewards.answers import Stated, last_boxed
 from openrlhf_ext.tools.evaluate.protocols import SYSTEM_PROMPTS
 
@@ -252,7 +253,7 @@ _HASHED_BYTES = 1 << 20
 _HASHED_FILES = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja")
 
 
-class Store:
+class Store(Writer):
     """The results of one problem file: those of an earlier, killed command, and those appended now; a context manager.
 
     No other process works in the file's folder; without a path results are kept in memory only.
@@ -263,13 +264,6 @@ class Store:
         self._lines = None if path is None else JsonLines(path, keep=lambda line: True)
         if self._lines is not None and path is not None and not path.stat().st_size:
             self._lines.append({_SETTINGS: dict(settings)})
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._lines is not None:
-            self._lines.close()
 
     def append(self, results: Sequence[Mapping[str, Any]]) -> None:
         for result in map(dict, results):
@@ -314,15 +308,15 @@ def task_settings(
     settings = {
         "line_format": _LINE_FORMAT,
         "benchmark": task.name,
-        "data": _file_digest(task.path),
+        "data": sha256_of(task.path),
         "problems": len(task.problems),
         "questions_and_labels": digest_of([[problem.prompt, problem.label] for problem in task.problems]),
-        "reward": _file_digest(task.reward) if Path(task.reward).is_file() else redact(task.reward),
+        "reward": sha256_of(task.reward) if Path(task.reward).is_file() else redact(task.reward),
         **{f"prompt_{name}": value for name, value in asdict(task.style).items()},
         **({} if task.answers == "any" else {"answers": task.answers}),
     }
     if completions is not None:
-        return settings | {"completions": _file_digest(completions)}
+        return settings | {"completions": sha256_of(completions)}
     assert model is not None
     compared = None if reference is None else _model_digest(reference)
     return settings | {"model": _model_digest(model), "reference": compared, **sampling}
@@ -330,11 +324,6 @@ def task_settings(
 
 def digest_of(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _file_digest(path: str | Path) -> str:
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _model_digest(folder: str | Path) -> str:

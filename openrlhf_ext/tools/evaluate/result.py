@@ -5,19 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import Any
 
 from openrlhf_ext.rewards.counting import SOLVED, majorities, pass_at_k
 
 _QUANTILE = NormalDist().inv_cdf(0.975)
-
-
-def mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    if not numbers:
-        raise ValueError("the mean of no values is undefined")
-    return math.fsum(numbers) / len(numbers)
 
 
 def clustered_standard_error(scores_by_prompt: Sequence[Sequence[float]]) -> float:
@@ -32,7 +25,7 @@ def clustered_standard_error(scores_by_prompt: Sequence[Sequence[float]]) -> flo
     clusters = len(scores_by_prompt)
     if clusters < 2 or not all(scores_by_prompt):
         raise ValueError(f"a standard error needs samples of at least two prompts, got {clusters}, each with samples")
-    grand_mean = mean(score for scores in scores_by_prompt for score in scores)
+    grand_mean = fmean(score for scores in scores_by_prompt for score in scores)
     samples = sum(map(len, scores_by_prompt))
     squares = math.fsum(math.fsum(score - grand_mean for score in scores) ** 2 for scores in scores_by_prompt)
     return math.sqrt(clusters / (clusters - 1) * squares) / samples
@@ -55,7 +48,7 @@ def wilson_interval(shares: Sequence[float], draws: int) -> tuple[float, float]:
     the effective number lies between that of the problems and that of all draws. Where all draws have the same outcome
     the effect cannot be seen: then the number is that of the problems.
     """
-    problems, center = len(shares), mean(shares)
+    problems, center = len(shares), fmean(shares)
     spread = center * (1 - center)
     effect = float(draws)
     if problems > 1 and spread > 0:
@@ -169,23 +162,23 @@ def summarize(
     ungraded = [completion for completion in [*flat, *greedy] if not completion["graded"]]
     short, long = _split(flat, lambda c: c["tokens"] <= short_tokens) if short_tokens is not None else ([], [])
     return EvaluationResult(
-        benchmark=benchmark, model=model, dataset=dataset, accuracy=mean(one for group in right for one in group),
-        accuracy_interval=wilson_interval([mean(group) for group in right], samples),
+        benchmark=benchmark, model=model, dataset=dataset, accuracy=fmean(one for group in right for one in group),
+        accuracy_interval=wilson_interval([fmean(group) for group in right], samples),
         standard_error=clustered_standard_error(right) if len(right) > 1 else None, prompts=len(groups),
-        samples_per_prompt=samples, score_mean=mean(completion["score"] for completion in flat),
-        reward_mean=mean(completion["reward"] for completion in flat),
-        response_length_mean=mean(completion["tokens"] for completion in flat) if lengths_known else None,
-        ended=mean(not completion["truncated"] for completion in flat) if lengths_known else None,
+        samples_per_prompt=samples, score_mean=fmean(completion["score"] for completion in flat),
+        reward_mean=fmean(completion["reward"] for completion in flat),
+        response_length_mean=fmean(completion["tokens"] for completion in flat) if lengths_known else None,
+        ended=fmean(not completion["truncated"] for completion in flat) if lengths_known else None,
         short_tokens=short_tokens, short_share=len(short) / len(flat) if short_tokens is not None else None,
         short_accuracy=_mean_or_none(map(_is_right, short)), long_accuracy=_mean_or_none(map(_is_right, long)),
         greedy_accuracy=_mean_or_none(greedy_right),
         greedy_accuracy_interval=wilson_interval(greedy_right, 1) if greedy else None,
         entropy_right=_token_mean(all_right, "entropy"), entropy_wrong=_token_mean(all_wrong, "entropy"),
         kl_to_reference=_token_mean(flat, "kl"), extra_logs=_log_means(flat),
-        pass_at_k={k: mean(shares) for k, shares in passes.items()}, pass_at_k_intervals=_intervals(passes, samples),
-        majority_at_k={k: mean(shares) for k, shares in chances.items()},
+        pass_at_k={k: fmean(shares) for k, shares in passes.items()}, pass_at_k_intervals=_intervals(passes, samples),
+        majority_at_k={k: fmean(shares) for k, shares in chances.items()},
         majority_at_k_intervals=_intervals(chances, samples),
-        ties_at_k={k: mean(tie for _, tie in pairs) for k, pairs in counted.items()}, reward_failures=len(ungraded),
+        ties_at_k={k: fmean(tie for _, tie in pairs) for k, pairs in counted.items()}, reward_failures=len(ungraded),
         grading_error=next((c["error"] for c in ungraded if "error" in c), None), skipped_overlong=skipped_overlong,
         sample_answers=[_sample(problem) for problem in problems[:_SHOWN_SAMPLES]], seconds=seconds,
     )  # fmt: skip
@@ -208,7 +201,7 @@ def _split(
 
 def _mean_or_none(values: Iterable[float]) -> float | None:
     numbers = list(values)
-    return mean(numbers) if numbers else None
+    return fmean(numbers) if numbers else None
 
 
 def _token_mean(completions: Sequence[Mapping[str, Any]], name: str) -> float | None:
@@ -223,7 +216,7 @@ def _token_mean(completions: Sequence[Mapping[str, Any]], name: str) -> float | 
 def _log_means(completions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     names = sorted({name for completion in completions for name in completion["extra_logs"]})
     logs = [completion["extra_logs"] for completion in completions]
-    return {name: mean(each[name] for each in logs if name in each) for name in names}
+    return {name: fmean(each[name] for each in logs if name in each) for name in names}
 
 
 def tables(results: Sequence[EvaluationResult], before: Mapping[str, Any] | None = None) -> str:

@@ -9,12 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf_ext.rewards.counting import Votes, pass_at_k
-from openrlhf_ext.tools.evaluate.result import (
-    clustered_standard_error,
-    difference_in_errors,
-    mean,
-    wilson_interval,
-)
+from openrlhf_ext.tools.evaluate.result import clustered_standard_error, difference_in_errors, wilson_interval
 
 SCORES = st.sampled_from([0.0, 0.5, 1.0])
 
@@ -47,11 +42,6 @@ def test_the_error_does_not_depend_on_order(scores: list[list[float]], random: o
 def test_the_error_needs_two_prompts_with_samples(scores: list[list[float]]) -> None:
     with pytest.raises(ValueError, match="at least two prompts"):
         clustered_standard_error(scores)
-
-
-def test_mean_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="no values"):
-        mean([])
 
 
 def test_difference_in_errors() -> None:

@@ -8,15 +8,16 @@ import time
 from pathlib import Path
 
 import pytest
+import reward_tagged_maths
 from hypothesis import given
 from hypothesis import strategies as st
+from reward_tagged_maths import gold_answer, tagged_reward
 
 from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.rewards.pool import RewardPool
-from openrlhf_ext.rewards.tagged import gold_answer, tagged_reward
 from tests.patience import PATIENCE_S
 
-FILE = Path(__file__).parents[2] / "examples" / "python" / "reward_tagged_maths.py"
+FILE = Path(reward_tagged_maths.__file__)
 GOOD = "<reasoning>48+24=72</reasoning><answer>72</answer>"
 
 
@@ -152,8 +153,8 @@ def test_a_wrong_mode_is_refused_when_the_file_loads(monkeypatch: pytest.MonkeyP
 
 
 def test_the_module_is_light() -> None:
-    program = "import sys, openrlhf_ext.rewards.tagged; print({'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
+    program = "import sys, reward_tagged_maths; print({'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
     shown = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE_S, cwd=FILE.parent
     )
     assert shown.stdout.strip() == "set()"
