@@ -149,8 +149,10 @@ STATED = {
     "adam.betas": (0.9, 0.95), "adam.lr": 1e-6, "adam.weight_decay": 0.1, "lr_scheduler": "cosine",
     "lr_warmup_ratio": 0.005, "max_norm": 0.1, "train.batch_size": 1, "train.max_epochs": 1, "train.seed": 3407,
     "data.max_len": 5500, "ckpt.save_steps": 500,
+    "ds.lora.target_modules": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 }  # fmt: skip
 """Of supervised fine-tuning in Simoni et al., arXiv 2508.03772 v5, section 6 and listing 1."""
+RANKS = {"llama3.1_8b": 128, "qwen2.5_3b": 64}
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "configs/sft").glob("*.yaml")), ids=lambda path: path.stem)
@@ -163,4 +165,4 @@ def test_a_recipe_is_what_its_source_states(recipe, tmp_path):
     config = load_supervised(["--config", str(recipe), "--data.dataset", str(tmp_path / "examples.jsonl")])
     stated = recipe.read_text().partition("--- stated")[2].partition("--- ours")[0]
     names = re.findall(r"^([\w.]+):", stated, re.M)
-    assert {name: value_of(config, name) for name in names} == STATED
+    assert {name: value_of(config, name) for name in names} == STATED | {"ds.lora.rank": RANKS[recipe.stem]}
