@@ -10,6 +10,7 @@ from __future__ import annotations
 from openrlhf_ext.patches import (
     megatron_cpu,
     openrlhf_imports,
+    ray_services,
     transformer_engine_cudnn,
     transformers_imports,
     vllm_imports,
@@ -20,6 +21,7 @@ from openrlhf_ext.patches.base import Patch, PatchRefused, PatchStatus
 PATCHES: tuple[Patch, ...] = (
     megatron_cpu.PATCH,
     openrlhf_imports.PATCH,
+    ray_services.PATCH,
     transformer_engine_cudnn.PATCH,
     transformers_imports.PATCH,
     vllm_imports.PATCH,
