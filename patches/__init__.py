@@ -7,13 +7,24 @@ cheap, and each patch decides when its dependency is imported whether it is need
 
 from __future__ import annotations
 
-from openrlhf_ext.patches import megatron_cpu, openrlhf_imports, transformer_engine_cudnn, vllm_tied_head
+from openrlhf_ext.patches import (
+    megatron_cpu,
+    openrlhf_imports,
+    ray_services,
+    transformer_engine_cudnn,
+    transformers_imports,
+    vllm_imports,
+    vllm_tied_head,
+)
 from openrlhf_ext.patches.base import Patch, PatchRefused, PatchStatus
 
 PATCHES: tuple[Patch, ...] = (
     megatron_cpu.PATCH,
     openrlhf_imports.PATCH,
+    ray_services.PATCH,
     transformer_engine_cudnn.PATCH,
+    transformers_imports.PATCH,
+    vllm_imports.PATCH,
     vllm_tied_head.PATCH,
 )
 

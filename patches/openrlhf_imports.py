@@ -44,7 +44,7 @@ DEFERRED = {
 
 def _install() -> None:
     for importer, modules in DEFERRED.items():
-        patch_finder.run_around(importer, partial(_deferring, modules))
+        patch_finder.run_around(importer, partial(deferring, PATCH, modules))
 
 
 PATCH = Patch(
@@ -85,9 +85,10 @@ class DeferredName:
 
 
 @contextmanager
-def _deferring(modules: tuple[str, ...], importer: ModuleType) -> Iterator[None]:
-    """Runs the body of ``importer`` with an ``import`` that defers these modules; its functions get the usual one."""
-    PATCH.require_known_version()
+def deferring(patch: Patch, modules: tuple[str, ...], importer: ModuleType) -> Iterator[None]:
+    """Runs the body of ``importer`` with an ``import`` that defers these modules; its functions get the usual one.
+    Raises PatchRefused: the dependency is of a version that the patch was not written for."""
+    patch.require_known_version()
     deferring = True
 
     def import_or_defer(
@@ -95,7 +96,7 @@ def _deferring(modules: tuple[str, ...], importer: ModuleType) -> Iterator[None]
     ) -> Any:
         absolute = resolve_name("." * level + name, (globals or {})["__package__"]) if level else name
         if deferring and absolute in modules:
-            return _DeferredModule(absolute)
+            return _DeferredModule(absolute) if fromlist else _outermost(absolute)
         return builtins.__import__(name, globals, locals, fromlist, level)
 
     vars(importer)["__builtins__"] = vars(builtins) | {"__import__": import_or_defer}
@@ -104,6 +105,17 @@ def _deferring(modules: tuple[str, ...], importer: ModuleType) -> Iterator[None]
     finally:
         deferring = False  # functions of the module keep this __import__
         vars(importer)["__builtins__"] = builtins
+
+
+def _outermost(name: str) -> ModuleType:
+    """What ``import a.b as c`` asks for its ``b``."""
+    module: ModuleType = _DeferredModule(name)
+    while "." in name:
+        name, _, inner = name.rpartition(".")
+        outer = ModuleType(name)
+        setattr(outer, inner, module)
+        module = outer
+    return module
 
 
 class _DeferredModule(ModuleType):

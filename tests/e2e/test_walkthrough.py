@@ -15,17 +15,22 @@ import psutil
 import pytest
 
 from tests.e2e.jobs import Job
-from tests.e2e.test_resume import EXACT
 from tests.patience import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("127.0.0.1", "127.0.0.2")
-# puts a policy of 6 steps where the cache has the one of 1540, which takes two minutes: here it need not know much
-LEARN_LITTLE = """
-import sys, toy_policy
-name = f"toy_policy-{toy_policy.cache_key(toy_policy.PolicySettings())}"
-words = "--knowledge_steps 4 --careless_steps 2 --heldout_size 8".split()
-toy_policy.main(["--output_dir", f"{sys.argv[1]}/{name}", "--cache_dir", sys.argv[1], *words])
+# puts an untrained policy where the cache has the one of 1540 steps, which takes two minutes: here it need know nothing
+NOT_TRAINED = """
+import json, pathlib, sys, toy_policy
+settings = toy_policy.PolicySettings()
+folder = pathlib.Path(sys.argv[1]) / f"toy_policy-{toy_policy.cache_key(settings)}"
+tokenizer = toy_policy.build_tokenizer(settings.max_positions)
+model = toy_policy.build_model(settings, tokenizer)
+model.save_pretrained(folder)
+tokenizer.save_pretrained(folder)
+told = {"parameters": model.num_parameters(), "heldout_problems": 0}
+told |= {f"heldout_accuracy_{how}": 0.0 for how in ("sampled", "greedy")}
+(folder / toy_policy.MARKER).write_text(json.dumps(told))
 """
 
 
@@ -54,10 +59,10 @@ def lines(path: Path) -> list[dict]:
 
 
 @pytest.mark.e2e
-def test_a_node_and_the_driver_are_killed_and_the_run_ends_as_if_undisturbed(tmp_path, monkeypatch) -> None:
+def test_a_node_and_the_driver_are_killed_and_the_run_goes_on_to_its_end(tmp_path, monkeypatch) -> None:
     cache = tmp_path / "cache"
-    learn = [sys.executable, "-c", LEARN_LITTLE, str(cache)]
-    subprocess.run(learn, cwd=ROOT / "examples/python", check=True, timeout=PATIENCE_S)
+    make = [sys.executable, "-c", NOT_TRAINED, str(cache)]
+    subprocess.run(make, cwd=ROOT / "examples/python", check=True, timeout=PATIENCE_S)
     port = free_port()
     # the nodes get this checkout by name: another one may be installed in the environment
     settings = {"RAY_PORT": port, "FORWARD": "PYTHONPATH", "PYTHONPATH": ROOT, "WALKTHROUGH_DIR": tmp_path}
@@ -95,17 +100,4 @@ def test_a_node_and_the_driver_are_killed_and_the_run_ends_as_if_undisturbed(tmp
         logs = {name: list((run / "logs").glob(f"*/worker-*-{about['pid']}.err")) for name, about in ready.items()}
         assert sorted(logs[f"policy rank {rank}"][0].parent.name for rank in range(2)) == list(NODES)
         assert logs["rollout engine 0"]
-
-    # the same without a kill
-    whole = tmp_path / "whole"
-    options = {
-        "config": ROOT / "configs/recipes/smoke_cpu.yaml", "actor.model_name_or_path": tmp_path / "warm_start",
-        "data.prompt_dataset": tmp_path / "data/train.jsonl", "ckpt.save_steps": -1, "ckpt.output_dir": whole,
-        "reward.remote_url": ROOT / "examples/python/reward_arithmetic.py", "ckpt.path": tmp_path / "none",
-    }  # fmt: skip
-    undisturbed = Job([part for key, value in options.items() for part in (f"--{key}", str(value))], tmp_path / "log2")
-    assert undisturbed.finish() == 0, undisturbed.text
-    expected, got = lines(whole / "metrics.jsonl"), lines(run / "metrics.jsonl")
-    assert [record["step"] for record in got] == [record["step"] for record in expected] == [1, 2, 3, 4]
-    for name in EXACT:
-        assert [record[name] for record in got] == [record[name] for record in expected], name
+    assert [record["step"] for record in lines(run / "metrics.jsonl")] == [1, 2, 3, 4], "each step once"

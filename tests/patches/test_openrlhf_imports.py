@@ -37,7 +37,7 @@ def test_deferred_names_act_as_what_they_stand_for() -> None:
 
 def test_only_the_named_imports_of_the_body_are_deferred() -> None:
     module = ModuleType("importer")
-    with openrlhf_imports._deferring(("fractions", "decimal"), module):
+    with openrlhf_imports.deferring(openrlhf_imports.PATCH, ("fractions", "decimal"), module):
         exec("import math, fractions\nfrom decimal import Decimal", vars(module))
         exec("def get():\n    from fractions import Fraction\n    return Fraction", vars(module))
     import fractions
@@ -52,5 +52,5 @@ def test_only_the_named_imports_of_the_body_are_deferred() -> None:
 def test_another_openrlhf_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openrlhf_ext.patches.base.installed_version", lambda _: "0.12.0")
     with pytest.raises(PatchRefused, match="openrlhf 0.11.2, found 0.12.0"):
-        with openrlhf_imports._deferring((), ModuleType("importer")):
+        with openrlhf_imports.deferring(openrlhf_imports.PATCH, (), ModuleType("importer")):
             pytest.fail("entered")

@@ -28,6 +28,7 @@ from openrlhf_ext.rollout.sync.sender import WeightSender
 from openrlhf_ext.rollout.worker_extension import WeightSyncExtension
 from tests.patience import PATIENCE_S
 from tests.rollout import tiny
+from tests.rollout.forking import fork_workers
 from tests.rollout.updates import fill_with, plan_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -164,7 +165,7 @@ def spoil(worker: WeightSyncExtension, kind: str) -> None:
             return
         if kind == "swapped layers":
             other = {"0": "1", "1": "0"}
-            tensors = {f"{PREFIX}{other[name[len(PREFIX)]]}{name[len(PREFIX) + 1:]}": t for name, t in tensors.items()}
+            tensors = {f"{PREFIX}{other[name[len(PREFIX)]]}{name[len(PREFIX) + 1 :]}": t for name, t in tensors.items()}
         layers = worker.model_runner.lora_manager._adapter_manager.modules
         o_proj = layers["model.layers.1.self_attn.o_proj"]
         if kind == "wrong slice" and worker.rank == 1:
@@ -213,6 +214,7 @@ def rigs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     tiny.save_checkpoint(folder, tied=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "RolloutEngine", AdaptedEngine)
+        fork_workers(patch)
         engines = {
             workers: launch.create_rollout_engines(
                 str(folder),

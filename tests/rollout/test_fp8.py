@@ -35,6 +35,7 @@ from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.sender import WeightSender
 from tests.patience import PATIENCE_S
 from tests.rollout import fp8_model, spoiling, tiny
+from tests.rollout.forking import fork_workers
 from tests.rollout.updates import fill_with, plan_of
 
 PROBE = random.Random(0).choices(range(fp8_model.VOCAB), k=148)
@@ -91,6 +92,7 @@ def rigs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     asked = {"two": (2, [2], "float32"), "bf16": (1, [0], "bfloat16")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "RolloutEngine", fp8_model.TellingEngine)
+        fork_workers(patch)
         started = {
             name: launch.create_rollout_engines(
                 str(folder),

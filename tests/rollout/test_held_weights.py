@@ -17,6 +17,7 @@ from openrlhf_ext.rollout import launch
 from openrlhf_ext.rollout.probe import WeightSyncMismatch
 from tests.patience import PATIENCE_S
 from tests.rollout import spoiling, tiny
+from tests.rollout.forking import fork_workers
 from tests.rollout.updates import fill_with, send_together, two_senders
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -73,6 +74,7 @@ def rig(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     tiny.save_checkpoint(folder, tied=False, vocab=VOCAB)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "RolloutEngine", SpoiledEngine)
+        fork_workers(patch)
         engines = launch.create_rollout_engines(
             str(folder), Vllm(tensor_parallel_size=2, dtype="bf16", kv_cache_mib=32, max_requests=16), seed=3,
             max_model_len=256, request_timeout_s=PATIENCE_S, use_gpu=False,

