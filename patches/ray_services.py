@@ -43,7 +43,7 @@ def _nothing(node: Any) -> None:
     """No process."""
 
 
-def _no_address(node: Any, **_: Any) -> None:
+def _no_address(node: Any, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
     node._webui_url = ""  # as where no dashboard is included
 
 

@@ -25,7 +25,6 @@ LIBRARIES_READ = {
     "is_rank_0": "OpenRLHF's datasets, of the strategy",
     "_forward_impl": "Megatron's ColumnParallelLinear.forward and RowParallelLinear.forward",
     "source_to_code": "importlib, of a loader",
-    "_webui_url": "Ray, of its node",
     "on_train_begin": "transformers' Trainer, of a callback",
     "on_pre_optimizer_step": "transformers' Trainer, of a callback",
     "on_optimizer_step": "transformers' Trainer, of a callback",
