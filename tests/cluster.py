@@ -5,7 +5,6 @@ from __future__ import annotations
 import ray
 
 from openrlhf_ext.driver.cluster import start_with_retries
-from openrlhf_ext.patches.ray_services import without_services
 
 
 def start_local_ray() -> None:
@@ -17,5 +16,4 @@ def start_local_ray() -> None:
         "num_cpus": 8, "include_dashboard": False, "object_store_memory": 150 << 20, "log_to_driver": False,
         "_system_config": {"prestart_worker_first_driver": False},  # eight processes, a second of a core each
     }  # fmt: skip
-    with without_services():
-        start_with_retries(lambda: ray.init("local", **arguments))
+    start_with_retries(lambda: ray.init("local", **arguments))

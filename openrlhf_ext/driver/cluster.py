@@ -32,7 +32,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from openrlhf_ext.driver.guard import END_S, INTERRUPTED, Guard, end_processes
 from openrlhf_ext.megatron.watchdog import Address, RankState, ask_rank, describe_ranks
-from openrlhf_ext.patches.ray_services import without_services
 from openrlhf_ext.rewards.grading import RewardError, RewardFailureLimit
 from openrlhf_ext.rollout.process import machine_id, ray_log_tail
 from openrlhf_ext.user_code import told, users_part
@@ -196,11 +195,7 @@ class RaySession:
         elif "://" not in (address := os.environ["RAY_ADDRESS"]):  # ray:// is Ray's client, which says it at once
             check_token(canonicalize_bootstrap_address(address), _READ_S)
         arguments = self._arguments()
-        if _joins_cluster():
-            start_with_retries(lambda: ray.init(**arguments))
-            return
-        with without_services(read_logs=self.verbose):
-            start_with_retries(lambda: ray.init(**arguments))
+        start_with_retries(lambda: ray.init(**arguments))
 
     def find_gpus(self, timeout_s: float) -> None:
         """Sets ``use_gpu`` on a cluster that was joined: whether what it counts as GPUs are GPUs. Ask when Ray has

@@ -75,8 +75,6 @@ def run() -> Iterator[Run]:
         patch.delenv("RAY_ADDRESS", raising=False)
         before = settings()
         with RaySession(policy_ranks=2, engines=0, env={}, verbose=False):
-            words = {word.rpartition("/")[2] for child in psutil.Process().children() for word in child.cmdline()}
-            assert {"gcs_server", "raylet"} <= words and not {"monitor.py", "dashboard.py", "log_monitor.py"} & words
             ranks = [Rank.remote() for _ in range(2)]
             devices = ray.get([rank.devices.remote() for rank in ranks], timeout=PATIENCE_S)
             logs = Path(ray._private.worker._global_node.get_logs_dir_path())
