@@ -136,8 +136,19 @@ def test_ray_that_cannot_start_is_a_failure_like_others(task, tmp_path, monkeypa
     assert told == ["start", "failure", "restart", "failure"]
 
 
-def test_a_policy_that_takes_too_long_to_load_ends_the_run_by_a_limit_of_its_own(task, tmp_path):
+def test_a_shared_gpu_that_cannot_hold_policy_and_engine_is_refused_before_training(task, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPOILED", "small_gpu")
+    colocated = {**ONE_RANK, "train__colocate_all": True, "vllm__gpu_memory_utilization": 0.5}
+    job = Job(task.options(tmp_path.name, **colocated), tmp_path / "log", module="tests.e2e.spoiled_ranks")
+    assert job.finish() == 1
+    for part in ("SharedGpuTooSmall", "while sampling: they need 5.", "of 4.0 GiB", "Lower --vllm.gpu_memory_util"):
+        assert part in job.text, job.text
+    assert not re.search(FIRST_STEP, job.text)
+
+
+def test_a_policy_that_takes_too_long_to_load_ends_the_run_by_a_limit_of_its_own(task, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPOILED", "slow")
     options = task.options(tmp_path.name, **ONE_RANK, megatron__start_timeout_s=3)
-    job = Job(options, tmp_path / "log", module="tests.e2e.slow_ranks")
+    job = Job(options, tmp_path / "log", module="tests.e2e.spoiled_ranks")
     assert job.finish() == 1
     assert "waited 3 s while building the policy and connecting it to the engines; raise --megatron.st" in job.text
