@@ -15,8 +15,6 @@ SP (found by tracing):
   "torch.cuda.FloatTensor"     optimizer.py:671, clip_grads.py:167, distrib_optimizer.py:361,420,582
   CUDA random states           tensor_parallel/random.py:44,73,235-240,422
   torch.compile                jit.py:21, which on the CPU starts Inductor and needs a C++ compiler
-Imported by every rank, and used by none of ours (0.4 s of a processor):
-  wandb, tensorboard           timers.py:13,18, inference/contexts/dynamic_context.py:70, engines/dynamic_engine.py:78
 And beneath it, in torch 2.13's gloo: coalesced all-gathers in flight, which overlap.param_gather leads to
 (param_and_grad_buffer.py:285), corrupt the heap. Two processes that do nothing else die after 200 to 5,000 rounds of
 six gathers; gathers that are not coalesced, and coalesced reductions, did not in 4,000.
@@ -24,8 +22,8 @@ six gathers; gathers that are not coalesced, and coalesced reductions, did not i
 Changes: the modules of the two packages are compiled from a syntax tree in which these expressions name the CPU (the
 random states become those of torch's CPU generator). Line numbers and the files stay as they are, and torch itself is
 not touched. The compiled code is cached per environment. jit fusion is switched off with Megatron's own switch.
-Parameters are gathered bucket by bucket, and waited for together as before. W&B and TensorBoard are imported when they
-are used. With a CUDA device present the modules are loaded as they are, but for these imports.
+Parameters are gathered bucket by bucket, and waited for together as before. With a CUDA device present the modules are
+loaded as they are.
 
 Remove when: megatron-core takes the device from one place; the gathers, when coalesced ones of gloo may be in flight.
 """
@@ -39,7 +37,6 @@ import hashlib
 import logging
 import sys
 from collections.abc import Iterator
-from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -48,7 +45,6 @@ from typing import TYPE_CHECKING
 from openrlhf_ext.patches.base import Patch, PatchRefused
 from openrlhf_ext.patches.environment import has_cuda
 from openrlhf_ext.patches.import_hooks import patch_finder
-from openrlhf_ext.patches.openrlhf_imports import deferring
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -76,9 +72,6 @@ def _install() -> None:
         )
     for package in _PATCHED_PACKAGES:
         patch_finder.load_with(package, _CpuLoader)
-    for module in ("timers", "inference.contexts.dynamic_context", "inference.engines.dynamic_engine"):
-        later = partial(deferring, PATCH, ("wandb", "torch.utils.tensorboard"))
-        patch_finder.run_around(f"megatron.core.{module}", later)
 
 
 def _need() -> tuple[bool, str]:

@@ -8,7 +8,8 @@ Wrong there: modules that every process needs import, at their top, what a few u
 That is a second of a processor in the driver and in every command that reads a tokenizer, a third of one in an engine.
 
 Changes: these import statements, and no others, bind names that import their module when they are first used. The one
-function that needs a class where only its name is bound gets the class before it runs.
+function that needs a class where only its name is bound gets the class before it runs. Another transformers is left as
+it is: it only starts more slowly.
 
 Remove when: transformers imports these inside the functions that use them.
 """
@@ -21,7 +22,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from openrlhf_ext.patches.base import Patch
+from openrlhf_ext.patches.base import Patch, installed_version
 from openrlhf_ext.patches.import_hooks import patch_finder
 from openrlhf_ext.patches.openrlhf_imports import deferring
 
@@ -29,9 +30,17 @@ _LOSSES = ("deformable_detr", "for_object_detection", "grounding_dino", "lw_detr
 
 
 def _install() -> None:
+    if not _is_known()[0]:
+        return
     for name in _LOSSES:
         patch_finder.run_around(f"transformers.loss.loss_{name}", partial(deferring, PATCH, ("scipy.optimize",)))
     patch_finder.run_around("transformers.models.auto.auto_factory", _without_generation)
+
+
+def _is_known() -> tuple[bool, str]:
+    if installed_version(PATCH.dependency) in PATCH.versions:
+        return True, "transformers imports what generates wherever a tokenizer is read"
+    return False, f"written for transformers {PATCH.versions[0]}; another one starts more slowly"
 
 
 PATCH = Patch(
@@ -45,7 +54,7 @@ PATCH = Patch(
     change="these import statements bind names that import their module when they are first used",
     removal="transformers imports these inside the functions that use them",
     install=_install,
-    need=lambda: (True, "transformers imports what generates wherever a tokenizer is read"),
+    need=_is_known,
 )
 
 

