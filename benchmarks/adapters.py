@@ -3,7 +3,7 @@
     python benchmarks/adapters.py DIR --output benchmarks/results/adapters_cpu.json   # about eight minutes, 14 GiB
 
 DIR: what examples/python/real_model.py prints. In bf16, adapters of rank 16 at all linears. Bytes of a rank are those
-of its tensors after a step, its peak what the process held more in the second step than before it had a model. Syncs
+of its tensors after a step, its peak what the process held in the second step above what it held without a model. Syncs
 go over gloo to vLLM's engines, all weights, merged weights and adapters in turns, each with its probe and with requests
 after it; seconds are medians.
 """
@@ -46,8 +46,9 @@ PROBE = tuple(range(100, 164))
 REQUESTS, TOKENS = 8, 32
 KINDS = ("parameters", "gradients", "optimizer")
 HELD = {
-    "parameters": "weights of a rank, MB", "gradients": "gradients", "optimizer": "Adam's states and master weights",
-    "peak": "process at the peak of a step", "checkpoint": "checkpoint to resume from", "export": "weights for others",
+    "parameters": "weights of a rank, MB", "gradients": "gradients", "optimizer": "master weights and Adam's states",
+    "peak": "all that a process holds in a step, at the peak", "checkpoint": "checkpoint to resume from",
+    "export": "weights for peft and transformers",
 }  # fmt: skip
 
 
@@ -174,7 +175,8 @@ def table() -> str:
 
 
 def _both(full: float, adapters: float) -> str:
-    return f"{full:,.3g} / {adapters:,.3g} ({adapters / full:.2g})"
+    shown = (f"{float(f'{value:.3g}'):,g}" for value in (full, adapters))
+    return f"{' / '.join(shown)} ({adapters / full:.2g})"
 
 
 TEXTS = {"table": table}
