@@ -36,6 +36,9 @@ _STEP = ("driver/loop.py", "driver/experience.py", "driver/rollouts.py", "megatr
 _TOY = ("configs/quickstart.yaml", "examples/python/toy_policy.py", "examples/python/toy_task.py")
 # record -> what its numbers depend on
 MEASURES: dict[str, tuple[str, ...]] = {
+    "adapters_cpu.json": tuple(
+        f"openrlhf_ext/{part}.py" for part in ("megatron/layers/adapted", "rollout/adapters", "ranks/publishing")
+    ),
     "algorithms.json": ("openrlhf_ext/algorithms",),
     "end_to_end_cpu.json": (*_TOY, *(f"openrlhf_ext/{part}" for part in _STEP)),
     "engine_side_cpu.json": (

@@ -202,10 +202,12 @@ def _memory(planner: Planner, best: Candidate) -> Iterator[str]:
 
 
 def _sync(planner: Planner, best: Candidate) -> Iterator[str]:
+    from openrlhf_ext.tools.plan.memory import sends_adapters
     from openrlhf_ext.tools.plan.seconds import GLOO, SLICES, WHOLE
 
+    what = "adapters" if sends_adapters(planner.config) else "weights"
     where = "on the same GPUs" if planner.config.engines_share_gpus else "on others"
-    yield f"weight sync of the first layout, {2 * planner.parameters / 1e9:.1f}e9 bytes in bf16, engines {where}:"
+    yield f"weight sync of the first layout, {planner.sent / 1e9:.3g}e9 bytes of {what}, engines {where}:"
     said = {
         WHOLE: "as nccl and cuda_ipc send",
         SLICES: "each worker gets what it holds, as by vLLM's sharded_rdt, which is not called here",
@@ -293,6 +295,7 @@ def as_json(planner: Planner, found: Sequence[Candidate], gpus: int) -> dict[str
             "forward": flops.total / planner.work.length, "training": flops.training / planner.work.length,
         },
         "allowed": len(found), "fitting": len(fitting), "disk": planner.disk(),
+        "weight_sync_bytes": planner.sent,
         "weight_sync": {
             way: dataclasses.asdict(one) | {"seconds": one.seconds} for way, one in planner.syncs(fitting[0]).items()
         },

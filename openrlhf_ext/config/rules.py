@@ -174,7 +174,7 @@ def adapters(config: RunConfig) -> Iterator[Violation]:
     if config.has_critic:
         yield Violation((name, "algo.advantage.estimator"),
             f"{name} is of the policy alone, and OpenRLHF would give the critic of algo.advantage.estimator gae "
-            "adapters too, which is not built: use an estimator without a critic, or leave ds.lora.* out")
+            "adapters too, which no critic has here: use an estimator without a critic, or leave ds.lora.* out")
     if config.vllm.lora != "adapter":
         return
     for option, given, why in (

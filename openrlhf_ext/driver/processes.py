@@ -94,7 +94,7 @@ def start_engines(config: RunConfig, use_gpu: bool, policy_places: Reservation) 
     places = engine_places(config, use_gpu, shared, config.vllm.num_engines, "the rollout engines")
     return _create_engines(
         config, use_gpu, places, policy_path(config), config.vllm.num_engines, config.train.seed,
-        tells_entropies=engine_entropies(config), adapter_rank=adapter_rank(config),
+        tells_entropies=engine_entropies(config), adapter=travelling_adapter(config),
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def start_guide_engines(config: RunConfig, use_gpu: bool) -> EngineFleet | None:
 
 def _create_engines(
     config: RunConfig, use_gpu: bool, places: EnginePlaces | None, model_path: str, count: int, seed: int,
-    tells_entropies: bool = False, adapter_rank: int = 0,
+    tells_entropies: bool = False, adapter: tuple[int, tuple[str, ...]] | None = None,
 ) -> EngineFleet:
     from openrlhf_ext.rollout.launch import create_rollout_engines
 
@@ -139,18 +139,19 @@ def _create_engines(
         fast_tokenizer=not config.data.disable_fast_tokenizer,
         batch_invariant=config.train.full_determinism_enable,
         bf16_layers=layers,
-        adapter_rank=adapter_rank,
+        adapter=adapter,
         tells_entropies=tells_entropies,
         more_env={} if layers is None else fp8_env(use_gpu),
     )
 
 
-def adapter_rank(config: RunConfig) -> int:
-    """Of the adapters that weight syncs bring; 0: they bring weights."""
+def travelling_adapter(config: RunConfig) -> tuple[int, tuple[str, ...]] | None:
+    """Rank and modules of the adapters that weight syncs bring; None: they bring weights."""
     lora = config.ds.lora
     if not lora.enabled or config.vllm.lora == "merged":
-        return 0
-    return chosen_adapter(lora, read_model_shape(policy_path(config)).family).rank
+        return None
+    adapter = chosen_adapter(lora, read_model_shape(policy_path(config)).family)
+    return adapter.rank, adapter.targets
 
 
 def bf16_layers(config: RunConfig, model_path: str) -> list[int] | None:

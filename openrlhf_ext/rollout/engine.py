@@ -90,7 +90,7 @@ class RolloutEngine(compat.RolloutRayActor):
         num_gpus: float = 0,
         in_process: bool = False,
         bf16_layers: Sequence[int] | None = None,
-        adapter_rank: int = 0,
+        adapter: tuple[int, Sequence[str]] | None = None,
         tells_entropies: bool = False,
         request_timeout_s: float,
         **engine_args: Any,
@@ -104,8 +104,8 @@ class RolloutEngine(compat.RolloutRayActor):
                 VLLM_ENABLE_V1_MULTIPROCESSING=0), instead of in one of its own.
             bf16_layers: quantize linear layers but in these decoder layers, and prove it now and after every update
                 (`worker_extension`); None: quantize nothing.
-            adapter_rank: of the adapters that updates bring, over the weights from the disk, which stay (`adapters`);
-                0: updates bring all weights.
+            adapter: rank and modules of those that updates bring, over the weights from the disk, which stay
+                (`adapters`); None: updates bring all weights.
             tells_entropies: completions bring the entropy of each sampled token's distribution.
         """
         with without_collection():
@@ -125,9 +125,9 @@ class RolloutEngine(compat.RolloutRayActor):
         }
         if bf16_layers is not None:
             self.kwargs = worker_extension.with_quantized_layers(self.kwargs, bf16_layers)
-        if adapter_rank:
-            self.kwargs = adapters.with_adapter(self.kwargs, adapter_rank)
-        self._keeps_base = adapter_rank > 0
+        if adapter is not None:
+            self.kwargs = adapters.with_adapter(self.kwargs, *adapter)
+        self._keeps_base = adapter is not None
         self._in_process, self.tells_entropies = in_process, tells_entropies
         self._mm_pad_token_ids = None  # of images, which are not supported; read by OpenRLHF's `generate`
         self._request_timeout_s = request_timeout_s
@@ -143,7 +143,7 @@ class RolloutEngine(compat.RolloutRayActor):
         self._queued_probe: tuple[_Request, _Request] | None = None
         self._updating, self._resumes = asyncio.Lock(), True
         self.llm = await _start(vllm.AsyncEngineArgs(*args, **self.kwargs), in_process, bf16_layers)
-        if adapter_rank:
+        if adapter is not None:
             await self.llm.collective_rpc("hold_adapter")
             self.llm = adapters.AdaptedEngine(self.llm, lambda: self._weight_version)
         if tells_entropies:

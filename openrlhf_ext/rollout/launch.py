@@ -69,7 +69,7 @@ def create_rollout_engines(
     fast_tokenizer: bool = True,
     batch_invariant: bool = False,
     bf16_layers: Sequence[int] | None = None,
-    adapter_rank: int = 0,
+    adapter: tuple[int, Sequence[str]] | None = None,
     tells_entropies: bool = False,
     more_env: Mapping[str, str] = MappingProxyType({}),
 ) -> EngineFleet:
@@ -80,7 +80,7 @@ def create_rollout_engines(
         seed: engine i samples with seed + i, where a request has no seed of its own.
         places: None: engines on CPU that go where Ray puts them.
         batch_invariant: GPUs only: kernels whose results do not depend on what else is in the batch; slower.
-        adapter_rank: of adapters that updates bring in the place of all weights; 0: none.
+        adapter: rank and modules of those that updates bring in the place of all weights.
         tells_entropies: of the distributions that tokens are sampled from, with the completions.
         more_env: of the engines' processes, beside `engine_env`.
     """
@@ -98,7 +98,7 @@ def create_rollout_engines(
         "fast_tokenizer": fast_tokenizer,
         "request_timeout_s": request_timeout_s,
         "bf16_layers": bf16_layers,
-        "adapter_rank": adapter_rank,
+        "adapter": adapter,
         "tells_entropies": tells_entropies,
     }
     if options.dtype != "fp32":

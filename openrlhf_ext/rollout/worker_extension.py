@@ -335,7 +335,7 @@ class WeightSyncExtension:
         agreed = BucketPlan.from_wire(plan)
         if are_adapters(agreed) != (self._adapter is not None):
             brings, takes = ("all weights", "adapters") if self._adapter is not None else ("adapters", "all weights")
-            raise WeightSyncError(f"the update brings {brings}, the engine was started for {takes} (adapter_rank)")
+            raise WeightSyncError(f"the update brings {brings}, the engine was started for {takes} (adapter)")
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_telling)
         workers = self.vllm_config.parallel_config.tensor_parallel_size
         if self._adapter is not None:

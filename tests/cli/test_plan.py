@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from benchmarks import plan as benchmark
 from benchmarks import record
@@ -21,6 +22,9 @@ from openrlhf_ext.config import load_config
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.tools.plan.search import SHARES
 from openrlhf_ext.tools.plan.seconds import STEP_ERROR, Assumptions
+from tests.launch import launch
+from tests.megatron.reference import make_batch
+from tests.models import make_tiny_policy
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS = sorted((ROOT / "configs/layouts").glob("*.yaml"))
@@ -116,6 +120,31 @@ def test_a_critic_takes_memory_and_seconds(tmp_path, capsys):
     assert shared["memory"]["training the critic"]["optimizer"] == critic, "only one of the two is awake"
     for phase in ("logprobs", "train"):
         assert shared["seconds"][phase] > beside["seconds"][phase] > 0
+
+
+def test_a_sync_of_adapters_counts_what_a_rank_really_sends(tmp_path, capsys):
+    """In bytes, seconds and buffers; merged ones travel as all weights do."""
+    make_tiny_policy(tmp_path / "model")
+    case = {"model": str(tmp_path / "model"), "engines": "bf16", "rank": 8}
+    batch, weights_N = make_batch(61)
+    arguments = {"cases": [case], "batch": batch, "weights_N": weights_N, "root": tmp_path}
+    ((rank,),) = launch("tests.megatron.layers.lora_ranks", "run_others", 1, **arguments)
+    sent = sum(tensor.nbytes for tensor in rank["sent"].values())
+    weights = sum(tensor.numel() for tensor in load_file(tmp_path / "model/model.safetensors").values())
+
+    found = {}
+    for lora in ("adapter", "merged"):
+        words = ["--actor.model_name_or_path", case["model"], "--ds.lora.rank", "8", "--vllm.lora", lora]
+        words += ["--data.max_len", "128", "--gpus", "2", "--json", str(tmp_path / f"{lora}.json")]
+        assert plan.main(words) == 0, capsys.readouterr().err
+        found[lora] = json.loads((tmp_path / f"{lora}.json").read_text())
+    for lora, size in (("adapter", sent), ("merged", 2 * weights)):
+        assert found[lora]["weight_sync_bytes"] == size
+        assert found[lora]["layouts"][0]["memory"]["sampling"]["buffers of the weight sync"] == 2 * size
+    assert "e9 bytes of adapters" in capsys.readouterr().out
+    one, other = (found[lora]["weight_sync"]["over gloo"]["moving"] for lora in ("adapter", "merged"))
+    assert one / other == pytest.approx(sent / (2 * weights))
+    assert found["adapter"]["disk"]["the final one in Hugging Face form"] == 2 * sent, "in fp32"
 
 
 @pytest.mark.parametrize(

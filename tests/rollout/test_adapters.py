@@ -15,6 +15,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
 from openrlhf_ext.options.sections import Vllm
@@ -42,13 +43,24 @@ TOLERANCE = 1e-4
 PREFIX = "base_model.model.model.layers."
 
 
+def base_model() -> LlamaForCausalLM:
+    """Of a family whose logits vLLM would adapt too."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=tiny.VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0, eos_token_id=2,
+        bos_token_id=None, initializer_range=0.1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).float().eval()
+
+
 class Adapter:
     """One of peft's, strong enough to see, over the model that the engines have read from the disk."""
 
     def __init__(self, folder: Path, seed: int, targets: list[str], b: float) -> None:
         """``b``: the size of B's entries."""
         config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets)
-        self.model = peft.get_peft_model(tiny.random_model(seed=0, tied=False), config).eval()
+        self.model = peft.get_peft_model(base_model(), config).eval()
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.model.named_parameters():
             if "lora_" in name:
@@ -212,6 +224,7 @@ def stacks(worker: WeightSyncExtension) -> Tensor:
 def rigs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Rig]]:
     folder = tmp_path_factory.mktemp("tiny")
     tiny.save_checkpoint(folder, tied=False)
+    base_model().save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "RolloutEngine", AdaptedEngine)
         fork_workers(patch)
@@ -222,7 +235,7 @@ def rigs(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
                     tensor_parallel_size=workers, dtype="fp32", kv_cache_mib=32, max_requests=16,
                     enable_prefix_caching=True,
                 ),
-                seed=3, max_model_len=256, request_timeout_s=PATIENCE_S, use_gpu=False, adapter_rank=RANK,
+                seed=3, max_model_len=256, request_timeout_s=PATIENCE_S, use_gpu=False, adapter=(RANK, ALL),
                 executor_factory=partial(tiny.CountingExecutor, 0.0),
             )[0]
             for workers in (1, 2)
@@ -241,7 +254,7 @@ def rig(rigs: dict[int, Rig], request: pytest.FixtureRequest) -> Rig:
 def test_before_the_first_adapter_the_base_answers_and_afterwards_it_does_as_in_peft(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    base = tiny.logprobs(tiny.random_model(seed=0, tied=False), PROBE)
+    base = tiny.logprobs(base_model(), PROBE)
     rig.check(base)
     before = rig.sample()
     one = rig.adapter(1)
@@ -303,7 +316,7 @@ def test_what_a_worker_holds_is_not_what_was_sent(rigs: dict[int, Rig], kind: st
 
 
 def test_an_engine_that_never_got_an_adapter_and_requests_without_one_are_seen_by_the_probe(rig: Rig) -> None:
-    one, base = rig.adapter(8), tiny.logprobs(tiny.random_model(seed=0, tied=False), PROBE)
+    one, base = rig.adapter(8), tiny.logprobs(base_model(), PROBE)
     rig.in_workers(forget_all)
     rig.spoil("kept")
     with pytest.raises(WeightSyncMismatch, match="engine 0: 28 of 28: "):
@@ -415,12 +428,12 @@ def test_an_engine_that_keeps_its_base_does_not_sleep_without_it(rigs: dict[int,
 
 @pytest.mark.parametrize(("rank", "largest"), [(1, 1), (3, 8), (8, 8), (9, 16), (65, 128), (512, 512)])
 def test_the_engine_has_room_for_the_rank(rank: int, largest: int) -> None:
-    assert with_adapter({"model": "m"}, rank)["max_lora_rank"] == largest
+    assert with_adapter({"model": "m"}, rank, ALL)["max_lora_rank"] == largest
 
 
 def test_a_rank_that_vllm_does_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="rank 512 at most, got 513"):
-        with_adapter({}, 513)
+        with_adapter({}, 513, ALL)
 
 
 def test_an_adapter_for_an_engine_that_was_started_without_is_refused() -> None:

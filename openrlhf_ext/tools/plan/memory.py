@@ -27,7 +27,7 @@ from openrlhf_ext.megatron.layers.lora import LoRALayers, adapters_of
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.model.weight_map import shard_shape, stage_rules
+from openrlhf_ext.megatron.model.weight_map import hf_tensors, shard_shape, stage_rules
 from openrlhf_ext.megatron.settings import layer_converters, without_adapters
 from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.ranks.shared_gpu import RESERVE_BYTES, Parts, shared_parts
@@ -544,8 +544,20 @@ def frozen_weights(config: RunConfig, shape: ModelShape, layout: ParallelLayout)
     return max(rank_states(shape, layout, stage, options).weights for stage in stages)
 
 
+def adapter_entries(config: RunConfig, shape: ModelShape) -> int:
+    """Of A and B of all adapters; 0: the policy has none."""
+    lora = adapters_of(layer_converters(config, shape.family))
+    return 0 if lora is None else sum(math.prod(tensor.shape) for tensor in hf_tensors(lora.shape(shape)))
+
+
+def sends_adapters(config: RunConfig) -> bool:
+    """Whether they travel to the engines alone, and the base never."""
+    return config.ds.lora.enabled and config.vllm.lora == "adapter"
+
+
 def moments(
     config: RunConfig,
+    sent: int,
     engine: Parts,
     policy: tuple[Parts, Parts],
     critic: tuple[Parts, Parts] | None = None,
@@ -553,10 +565,11 @@ def moments(
 ) -> tuple[Moment, ...]:
     """The fullest GPU at each time; engines, a critic and frozen models may be on GPUs of their own.
 
-    The engine's worker is awake; a model's parts are states, and what training adds to them, of the fullest ranks.
+    The engine's worker is awake; a model's parts are states, and what training adds to them, of the fullest ranks;
+    ``sent``: bytes of an update of the engines.
     """
     beside = {f"weights of the {name}": size for name, size in (frozen or {}).items()}
-    staging = 2 * config.weight_sync.bucket_mib << 20
+    staging = 2 * min(config.weight_sync.bucket_mib << 20, sent)
     (states, working), (critic_states, critic_working) = policy, critic or ({}, {})
     if not config.engines_share_gpus:
         buffers = {"buffers of the weight sync": staging}
@@ -631,20 +644,21 @@ def host_memory(config: RunConfig, policy: TrainedModel) -> dict[str, int]:
     fullest = max(policy.states, key=lambda one: one.weights + one.optimizer)
     per_node = config.actor.num_gpus_per_node
     whole = 2 * policy.parameters if config.weight_sync.delta_enable else 0
-    moved, average = fullest.weights + fullest.optimizer, 4 * fullest.weights // param_bytes(config.megatron)
+    moved = fullest.weights + fullest.optimizer
     return _there({
         "states of sleeping ranks": per_node * moved if config.ds.enable_sleep else 0,
-        "reference policy": per_node * fullest.weights if config.has_reference else 0,
-        "moving average (fp32)": per_node * average if config.train.enable_ema else 0,
+        "reference policy": per_node * fullest.weights if config.has_reference and not config.ds.lora.enabled else 0,
+        "moving average (fp32)": per_node * fullest.gradients if config.train.enable_ema else 0,
         "copy of the weights in their senders, to find changes": whole,
         "copies of the weights in engines of a node": per_node * whole,
         "checkpoint on its way to disk": per_node * moved if config.ckpt.async_enable and config.ckpt.saves else 0,
     })  # fmt: skip
 
 
-def checkpoints(config: RunConfig, parameters: int) -> dict[str, int]:
-    """Bytes on disk of the policy's checkpoints that are kept, by form."""
-    ckpt, size = config.ckpt, param_bytes(config.megatron)
+def checkpoints(config: RunConfig, parameters: int, adapters: int) -> dict[str, int]:
+    """Bytes on disk of the policy's checkpoints that are kept, by form: of adapters, in fp32, if there are any."""
+    ckpt, size = config.ckpt, 4 if adapters else param_bytes(config.megatron)
+    parameters = adapters or parameters
     resumable = parameters * ((size + 12 if size == 2 else 12) + (4 if config.train.enable_ema else 0))
     kept = ckpt.max_num if ckpt.saves else 0
     return _there({

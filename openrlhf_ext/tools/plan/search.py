@@ -32,6 +32,7 @@ from openrlhf_ext.tools.plan.memory import (
     Trained,
     TrainedModel,
     activation_bytes,
+    adapter_entries,
     checkpoints,
     critic_in,
     frozen_weights,
@@ -41,6 +42,7 @@ from openrlhf_ext.tools.plan.memory import (
     policy_in,
     policy_training,
     rank_states,
+    sends_adapters,
     trained,
 )
 from openrlhf_ext.tools.plan.seconds import GPUS, Assumptions, Clock, Engines, Seconds, Sync, Workload
@@ -153,6 +155,18 @@ class Planner:
         return rank_states(self.shape, ParallelLayout(1), 0, StateOptions()).parameters
 
     @cached_property
+    def adapters(self) -> int:
+        """Entries of the policy's adapters."""
+        return adapter_entries(self.config, self.shape)
+
+    @cached_property
+    def sent(self) -> int:
+        """Bytes of an update of the engines: all weights, or adapters in the engines' data type."""
+        if sends_adapters(self.config):
+            return self.adapters * (2 if self.config.rollout_dtype == "bf16" else 4)
+        return self.parameters * param_bytes(self.config.megatron)
+
+    @cached_property
     def work(self) -> Workload:
         config, rollout = self.config, self.config.rollout
         longest = rollout.max_new_tokens or config.data.max_len // 2
@@ -170,7 +184,7 @@ class Planner:
         gpu = GPUS[self.gpu_name]
         given = int((self.config.megatron.gpu_memory_gib or 0) * GIB)
         gpu = dataclasses.replace(gpu, memory=self.device_memory or given or gpu.memory)
-        return Clock(gpu, self.shape, self.parameters, self.work, self.assumed)
+        return Clock(gpu, self.shape, self.parameters, self.work, self.sent, self.assumed)
 
     # ---- what there is --------------------------------------------------------------------------------------------
 
@@ -285,7 +299,7 @@ class Planner:
         for share in SHARES if given is None else (given,):
             config = with_options(self.config, {"vllm.tensor_parallel_size": tp, SHARE: share})
             engines = self.clock.engines(config)
-            sampling, *_ = moments(config, self._engine_parts(engines), ({}, {}))
+            sampling, *_ = moments(config, self.sent, self._engine_parts(engines), ({}, {}))
             if self.clock.concurrency(engines) and sampling.total <= self.clock.gpu.memory:
                 return True
         return False
@@ -403,7 +417,7 @@ class Planner:
     def _candidate(self, options: Options, config: RunConfig, models: Trained) -> Candidate:
         engines, memory = self.clock.engines(config), self.clock.gpu.memory
         engine = self._engine_parts(engines)
-        found = moments(config, engine, models.policy_parts, models.critic_parts, models.frozen)
+        found = moments(config, self.sent, engine, models.policy_parts, models.critic_parts, models.frozen)
         concurrency = self.clock.concurrency(engines)
         needed = self.clock.engine_weights(engines) + self.clock.engine_room + self.clock.longest_bytes(engines)
         needed -= int(config.gpu_memory_utilization * memory)
@@ -450,7 +464,7 @@ class Planner:
         return self.clock.syncs(with_options(self.config, candidate.options), candidate.policy, candidate.engines)
 
     def disk(self) -> dict[str, int]:
-        return checkpoints(self.config, self.parameters)
+        return checkpoints(self.config, self.parameters, self.adapters)
 
     def _seconds(
         self, config: RunConfig, policy: TrainedModel, critic: TrainedModel | None, engines: Engines

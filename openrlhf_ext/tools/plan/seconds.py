@@ -16,7 +16,7 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.megatron.model.flops import BACKWARD, PEAK_BF16_TFLOPS, ForwardFlops
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.options.sections import Megatron
-from openrlhf_ext.tools.plan.memory import GIB, States, TrainedModel, Training, Workload
+from openrlhf_ext.tools.plan.memory import GIB, States, TrainedModel, Training, Workload, param_bytes, sends_adapters
 
 _BF16, _FP32 = 2, 4
 _NODE = 8
@@ -169,12 +169,13 @@ class Sync:
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds of a run's phases on one kind of GPU."""
+    """Seconds of a run's phases on one kind of GPU; ``sent``: bytes of an update of the engines."""
 
     gpu: Gpu
     shape: ModelShape
     parameters: int
     work: Workload
+    sent: int
     assumed: Assumptions = Assumptions()
 
     # ---- rollout ------------------------------------------------------------------------------------------------
@@ -335,18 +336,18 @@ class Clock:
     # ---- weights and states -------------------------------------------------------------------------------------
 
     def sync(self, config: RunConfig, policy: TrainedModel, engines: Engines) -> float:
-        """All weights in bf16 to every engine, in the way that the run has."""
+        """An update of every engine, in the way that the run has."""
         ways = self.syncs(config, policy, engines)
         return ways[GLOO if config.vllm.sync_backend == "gloo" else WHOLE].seconds
 
     def syncs(self, config: RunConfig, policy: TrainedModel, engines: Engines) -> dict[str, Sync]:
-        """Every way of sending, by name. What a part takes is hidden behind the longest one, as buckets are sent,
-        received, loaded and summed at the same time; the calls are not."""
+        """Every way of sending, by name; adapters do not travel in slices. What a part takes is hidden behind the
+        longest one, as buckets are sent, received, loaded and summed at the same time; the calls are not."""
         layout, per_node = policy.training.layout, max(policy.training.near_ranks, _NODE)
         shared, workers = config.engines_share_gpus, engines.count * engines.tensor_parallel_size
         one_node = layout.world_size + (0 if shared else workers) <= per_node
         nodes = 1 if one_node else math.ceil(layout.model_parallel_size / policy.training.near_ranks)
-        size = self.parameters * _BF16
+        size = self.sent
         calls = _CALLS_S[0] + _CALLS_S[1] * (engines.count - 1)
         wire, across = self._rate(self.gpu.near if one_node else self.gpu.far), self._rate(self.gpu.far)
 
@@ -358,7 +359,7 @@ class Clock:
         # a slice lies on one of the nodes that a copy is spread over, or on none where engines have their own
         away = 0.0 if one_node else 1 - 1 / nodes if shared else 1.0
         received = size / engines.tensor_parallel_size
-        held = policy.fullest.parameters * _BF16 * engines.count
+        held = policy.fullest.parameters * param_bytes(config.megatron) * engines.count
         sent = held / (layout.data_parallel_size * layout.context_parallel_size)
         slices = max(
             *((part * share / self._rate(rate), f"{what}{where}")
@@ -367,10 +368,11 @@ class Clock:
             in_memory(received),
         )  # fmt: skip
         host = size / 1e9 * (_DELTA_S_PER_GB if config.weight_sync.delta_enable else _GLOO_S_PER_GB)
-        return {
+        ways = {
             WHOLE: Sync(whole[0], calls, whole[1]), SLICES: Sync(slices[0], calls, slices[1]),
             GLOO: Sync(host, calls, "host memory and the loopback"),
         }  # fmt: skip
+        return {way: one for way, one in ways.items() if way != SLICES or not sends_adapters(config)}
 
     def moves(self, states: States) -> float:
         """States of a policy that sleeps: to host memory and back; gradients are only given up."""

@@ -65,9 +65,8 @@ def fits(plan: Planner, gpus: int) -> bool:
             base = with_options(plan.config, layout)
             models = trained(base, plan.work, policy_in(base, plan.shape), None)
             for share in shares:
-                if any(
-                    one.total > memory for one in moments(base, {"engine": int(share * memory)}, models.policy_parts)
-                ):
+                there = moments(base, plan.sent, {"engine": int(share * memory)}, models.policy_parts)
+                if any(one.total > memory for one in there):
                     break  # a larger one takes more
                 for size in (size for size in engines if an_engine_fits(plan, size, share)):
                     words = {"vllm.num_engines": others // size, "vllm.tensor_parallel_size": size, SHARE: share}
