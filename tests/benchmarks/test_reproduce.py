@@ -149,8 +149,8 @@ def test_an_item_is_made_with_the_real_model(run, tmp_path, monkeypatch):
     status, out, _ = run("simoni", "fig6", "--scale", "real", "--steps", "2", "--out", str(tmp_path))
     assert "1 of 2 runs to go" in out and made.count("train_ppo_ray") == 1
 
-    ended = (tmp_path / "real").glob("grpo-*/trained")
-    next(ended).unlink()  # it was killed
+    for ended in (tmp_path / "real").glob("grpo-*/trained"):
+        ended.unlink()  # they were killed
     del made[:]
     monkeypatch.setattr(real_model, "run_python", partial(stand_in, made, fails=True))
     status, _, said = run("simoni", "fig6", "--scale", "real", "--steps", "2", "--out", str(tmp_path))
