@@ -129,15 +129,19 @@ def test_new_adapters_are_the_same_in_every_layout_and_pefts(others):
             assert 0.8 * bound < values.abs().max() <= bound and abs(values.mean()) < 0.2 * bound, name
         else:
             assert not values.any(), name
+    first = [values.flatten()[:8] for name, values in tensor.items() if "lora_A" in name]
+    assert len(torch.stack(first).unique(dim=0)) == len(first) > 1, "no two modules have the same start"
     assert len({others[0][number]["fingerprint"] for number in range(9)}) == 1, "of the base, in every layout"
 
 
 def test_engines_get_adapters_in_their_own_dtype_times_alpha_over_r(others):
-    """Of an fp32 policy with engines in bf16 (vllm.dtype), which refuse another."""
+    """Of an fp32 policy with engines in bf16 (vllm.dtype), which refuse another; the probe computes with the same."""
     sent, held = others[0][0]["sent"], others[0][0]["held"]
     assert sent.keys() == held.keys() and any(tensor.any() for name, tensor in sent.items() if "lora_B" in name)
     for name, tensor in held.items():
-        assert torch.equal(sent[name], (tensor * (2.0 if "lora_B" in name else 1.0)).bfloat16()), name
+        scale = 1.5 if "lora_B" in name else 1.0
+        assert torch.equal(sent[name], (tensor * scale).bfloat16()), name
+        torch.testing.assert_close(others[0][0]["rounded"][name] * scale, sent[name].float(), rtol=1e-6, atol=0.0)
 
 
 def test_a_layer_derived_from_ours_gets_no_adapter():
