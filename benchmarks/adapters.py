@@ -1,6 +1,6 @@
 """Full training against LoRA adapters of a real model on this machine: what a rank holds, what is written, a sync.
 
-    python benchmarks/adapters.py DIR --output benchmarks/results/adapters_cpu.json   # about eight minutes, 14 GiB
+    python benchmarks/adapters.py DIR --output benchmarks/results/adapters_cpu.json   # 13 minutes, 14 GiB
 
 DIR: what examples/python/real_model.py prints. In bf16, adapters of rank 16 at all linears. Bytes of a rank are those
 of its tensors after a step, its peak what the process held in the second step above what it held without a model. Syncs
@@ -52,12 +52,6 @@ HELD = {
 }  # fmt: skip
 
 
-def memory_of(field: str) -> int:
-    """Bytes of this process as Linux counts them: VmRSS, VmHWM (the most since it was last reset)."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) << 10
-
-
 @ray.remote(num_cpus=1)
 class Rank:
     """One rank of a policy that is trained whole, or by adapters."""
@@ -80,7 +74,7 @@ class Rank:
         initialize_distributed(layout, TIMEOUT_S, 0)
         converters = (LoRALayers(Adapter(RANK, ALPHA, 0.0, targets)),) if targets else ()
         optimizer = Actor(adam=Adam(lr=1e-5), lr_scheduler="constant")
-        self.before = memory_of("VmRSS")
+        self.before = record.status_bytes("VmRSS")
         self.policy = MegatronPolicy(ModelSettings(
             model, layout, Megatron(), train=Train(micro_batch_size=2), converters=converters, optimizer=optimizer,
             updates=10,
@@ -95,7 +89,8 @@ class Rank:
         self.policy.train_step(batch, loss, loss)
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
         self.policy.train_step(batch, loss, loss)
-        peak, states = memory_of("VmHWM"), ModelStates(self.policy.models, self.policy.optimizer, self.policy.device)
+        peak = record.status_bytes("VmHWM")
+        states = ModelStates(self.policy.models, self.policy.optimizer, self.policy.device)
         return {kind: states.nbytes(kind) for kind in KINDS} | {"peak": peak - self.before}
 
     def write(self, folder: str) -> dict[str, int]:

@@ -120,18 +120,11 @@ def peak_extra_bytes(function: Callable[[], object]) -> int | None:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return None
-    before = status_bytes("VmRSS")
+    before = record.status_bytes("VmRSS")
     result = function()
-    peak = status_bytes("VmHWM")
+    peak = record.status_bytes("VmHWM")
     del result
     return max(0, peak - before)
-
-
-def status_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
 
 
 # --------------------------------------------------------------------------------------------------------------------

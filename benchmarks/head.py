@@ -76,11 +76,11 @@ class Meter:
             return torch.cuda.memory_allocated()
         ctypes.CDLL(None).malloc_trim(0)  # memory that the last run left behind would hide what this one takes
         Path("/proc/self/clear_refs").write_text("5")
-        return status_bytes("VmRSS")
+        return record.status_bytes("VmRSS")
 
     @staticmethod
     def _peak() -> int:
-        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else status_bytes("VmHWM")
+        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else record.status_bytes("VmHWM")
 
 
 class Row:
@@ -118,13 +118,6 @@ def ratio(row: Row, floors: list[Row]) -> dict[str, float]:
     """Time of a function over that of others together, repeat by repeat."""
     values = [own / sum(others) for own, *others in zip(row.seconds, *(f.seconds for f in floors), strict=True)]
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def status_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -79,6 +79,14 @@ MEASURES: dict[str, tuple[str, ...]] = {
 REGION = re.compile(r"(<!-- begin: (\w+)\.(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
+def status_bytes(key: str) -> int:
+    """A size out of /proc/self/status: VmRSS, VmHWM (the most since it was last reset)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(key)
+
+
 def environment(*packages: str) -> dict[str, Any]:
     """What a number needs to be repeated: machine, load, commit (marked if the work tree differs), versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -63,14 +63,6 @@ VOCABULARY = 152_064
 DRIVER = {"THP_MEM_ALLOC_ENABLE": "1", "OMP_WAIT_POLICY": "passive"}  # as the command line sets them for the driver
 
 
-def status_bytes(key: str) -> int:
-    """A size out of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
-
-
 class Stages:
     """Runs one stage after the other and notes what each costs."""
 
@@ -81,16 +73,16 @@ class Stages:
     def run(self, name: str, function: Callable[[], Any]) -> Any:
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
-        before, started, cpu = status_bytes("VmRSS"), time.perf_counter(), time.process_time()
+        before, started, cpu = record.status_bytes("VmRSS"), time.perf_counter(), time.process_time()
         result = function()
-        seconds, cpu, peak = time.perf_counter() - started, time.process_time() - cpu, status_bytes("VmHWM")
+        seconds, cpu, peak = time.perf_counter() - started, time.process_time() - cpu, record.status_bytes("VmHWM")
         gc.collect()
         self.peak_bytes = max(self.peak_bytes, peak)
         cost = {
             "seconds": seconds,
             "cpu_seconds": cpu,
             "peak_bytes": peak - before,
-            "kept_bytes": status_bytes("VmRSS") - before,
+            "kept_bytes": record.status_bytes("VmRSS") - before,
         }
         self.costs[name] = cost
         gib = {key: f"{value / 2**30:.2f} GiB" for key, value in cost.items() if key.endswith("bytes")}

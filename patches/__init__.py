@@ -36,7 +36,7 @@ def apply() -> None:
         PatchRefused: megatron was imported before, on a machine without CUDA.
     """
     for patch in PATCHES:
-        patch.install()
+        patch.apply()
 
 
 def status() -> list[PatchStatus]:

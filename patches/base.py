@@ -49,6 +49,7 @@ class Patch:
         change: what the patch does about it.
         install: registers import hooks; cheap, idempotent, imports nothing heavy.
         need: looks at the environment; returns whether the patch is needed here, and why (not).
+        optional: a dependency without it is only slower: one of another version is left as it is, not refused.
     """
 
     name: str
@@ -59,6 +60,12 @@ class Patch:
     removal: str
     install: Callable[[], None]
     need: Callable[[], tuple[bool, str]]
+    optional: bool = False
+
+    def apply(self) -> None:
+        """Installs it, but for an optional one that was not written for what is installed."""
+        if not self.optional or installed_version(self.dependency) in self.versions:
+            self.install()
 
     def require_known_version(self) -> None:
         """Raise `PatchRefused` unless the installed dependency is one that this patch was written for."""
@@ -87,9 +94,12 @@ class Patch:
         needed, reason = self.need()
         if not needed:
             return "not needed", reason
-        if installed not in self.versions:
-            return "refused", self._refusal(installed)
-        return "active", reason
+        if installed in self.versions:
+            return "active", reason
+        if self.optional:
+            known = f"{self.dependency} {' or '.join(self.versions)}"
+            return "not needed", f"written for {known}; another one only starts more slowly"
+        return "refused", self._refusal(installed)
 
     def _refusal(self, installed: str | None) -> str:
         return (

@@ -22,7 +22,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from openrlhf_ext.patches.base import Patch, installed_version
+from openrlhf_ext.patches.base import Patch
 from openrlhf_ext.patches.import_hooks import patch_finder
 from openrlhf_ext.patches.openrlhf_imports import deferring
 
@@ -30,17 +30,9 @@ _LOSSES = ("deformable_detr", "for_object_detection", "grounding_dino", "lw_detr
 
 
 def _install() -> None:
-    if not _is_known()[0]:
-        return
     for name in _LOSSES:
         patch_finder.run_around(f"transformers.loss.loss_{name}", partial(deferring, PATCH, ("scipy.optimize",)))
     patch_finder.run_around("transformers.models.auto.auto_factory", _without_generation)
-
-
-def _is_known() -> tuple[bool, str]:
-    if installed_version(PATCH.dependency) in PATCH.versions:
-        return True, "transformers imports what generates wherever a tokenizer is read"
-    return False, f"written for transformers {PATCH.versions[0]}; another one starts more slowly"
 
 
 PATCH = Patch(
@@ -54,7 +46,8 @@ PATCH = Patch(
     change="these import statements bind names that import their module when they are first used",
     removal="transformers imports these inside the functions that use them",
     install=_install,
-    need=_is_known,
+    need=lambda: (True, "transformers imports what generates wherever a tokenizer is read"),
+    optional=True,
 )
 
 

