@@ -18,6 +18,14 @@ class Killed(RolloutEngine):
 
     done: Path
 
+    def is_first(self) -> bool:
+        """Of two engines that ask at the same moment, one is: creating a file decides."""
+        try:
+            self.done.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
     async def receive_weights(self, version: int, *sizes: Any) -> Any:
         from openrlhf_ext.rollout.sync.stream import WeightReceiver
 
@@ -28,8 +36,7 @@ class Killed(RolloutEngine):
             if bucket.index == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        if version == 2 and not self.done.exists():
-            self.done.touch()
+        if version == 2 and self.is_first():
             WeightReceiver._whole_tensors = half
         return await super().receive_weights(version, *sizes)
 
