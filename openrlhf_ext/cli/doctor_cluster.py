@@ -15,7 +15,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -300,7 +300,7 @@ def _collect(refs: Mapping[str, Any], report: ClusterReport) -> dict[str, Any]:
 
 
 def _measure(probes: Mapping[str, Any], report: ClusterReport) -> None:
-    """Clocks against this machine's, and each node's connection to the next one in a circle, all at the same time."""
+    """Clocks against this machine's, and the connections between nodes."""
     for node in report.nodes:
         before = time.time()
         theirs = _collect({node: probes[node].clock.remote()}, report).get(node)
@@ -310,23 +310,42 @@ def _measure(probes: Mapping[str, Any], report: ClusterReport) -> None:
         report.nodes[node]["clock_offset_s"] = round(offset, 3)
         if abs(offset) - blur > _CLOCK_S:
             report.warn(node, f"its clock is {offset:+.1f} s from the driver's", "run chrony or ntpd on every node")
+    compare_speeds(report, lambda pairs: _speeds(probes, pairs, report))
+
+
+def compare_speeds(report: ClusterReport, measure: Callable[[Mapping[str, str]], dict[str, float]]) -> None:
+    """Each node's connection to the next one in a circle; ``measure``: Gbit/s from node to node, all at the same time.
+
+    What seems slow is measured once more, alone: a node that was busy for a moment has no slow network.
+    """
     circle = list(report.nodes)
     if len(circle) < 2:
         return
-    hosts = {node_label(node): node["NodeManagerAddress"] for node in living_nodes()}
-    ports = _answers({node: probes[node] for node in circle}, "listen", report)
-    pairs = {node: after for node, after in zip(circle, circle[1:] + circle[:1], strict=True) if after in ports}
-    sending = {node: probes[node].send.remote(hosts[after], ports[after]) for node, after in pairs.items()}
-    speeds = _collect(sending, report)
+    pairs = dict(zip(circle, circle[1:] + circle[:1], strict=True))
+    speeds = measure(pairs)
+    for node in _slow(speeds):
+        speeds[node] = max([speeds[node], *measure({node: pairs[node]}).values()])
     for node, speed in speeds.items():
         report.nodes[node]["gbit_per_s"] = speed
-        if speed < max(speeds.values()) / 4 or speed < 1:
-            report.warn(
-                node,
-                f"sends {speed:g} Gbit/s to {pairs[node]}, the fastest node {max(speeds.values()):g}",
-                "look at its network interface; an address in the file of hosts says which one Ray takes, "
-                "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME which one weights and gradients take",
-            )
+    for node in _slow(speeds):
+        report.warn(
+            node,
+            f"sends {speeds[node]:g} Gbit/s to {pairs[node]}, the fastest node {max(speeds.values()):g}",
+            "look at its network interface; an address in the file of hosts says which one Ray takes, "
+            "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME which one weights and gradients take",
+        )
+
+
+def _speeds(probes: Mapping[str, Any], pairs: Mapping[str, str], report: ClusterReport) -> dict[str, float]:
+    """Without the nodes that do not answer."""
+    hosts = {node_label(node): node["NodeManagerAddress"] for node in living_nodes()}
+    ports = _answers({node: probes[node] for node in pairs.values()}, "listen", report)
+    sending = {n: probes[n].send.remote(hosts[after], ports[after]) for n, after in pairs.items() if after in ports}
+    return _collect(sending, report)
+
+
+def _slow(speeds: Mapping[str, float]) -> list[str]:
+    return [node for node, speed in speeds.items() if speed < max(speeds.values()) / 4 or speed < 1]
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from openrlhf_ext.cli import doctor
-from openrlhf_ext.cli.doctor_cluster import ClusterReport, Places, compare, look
+from openrlhf_ext.cli.doctor_cluster import ClusterReport, Places, compare, compare_speeds, look
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -105,3 +106,21 @@ def test_files_are_compared_by_name_and_size(tmp_path: Path):
     (tmp_path / "a.json").write_text("{}")
     seen = look([], [str(tmp_path), str(tmp_path / "a.json"), str(tmp_path / "none")], {})["files"]
     assert list(seen.values()) == [[["a.json", 2]], [["a.json", 2]], None]
+
+
+def test_a_node_that_seems_slow_is_measured_again():
+    """One of three was busy the first time, another one is slow."""
+    report = ClusterReport(nodes={name: {} for name in ("n1", "n2", "n3")})
+    asked = []
+
+    def measure(pairs: Mapping[str, str]) -> dict[str, float]:
+        asked.append(dict(pairs))
+        first = len(asked) == 1
+        speeds = {"n1": 20.0, "n2": 4.0 if first else 16.0, "n3": 0.9 if first else 0.5}
+        return {node: speeds[node] for node in pairs}
+
+    compare_speeds(report, measure)
+    assert asked == [{"n1": "n2", "n2": "n3", "n3": "n1"}, {"n2": "n3"}, {"n3": "n1"}]
+    assert [entry["gbit_per_s"] for entry in report.nodes.values()] == [20.0, 16.0, 0.9]
+    ((severity, node, text),) = [(found.severity, found.node, found.text) for found in report.findings]
+    assert (severity, node) == ("warning", "n3") and text == "sends 0.9 Gbit/s to n1, the fastest node 20"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -24,6 +25,18 @@ JOIN = """
 import ray, sys
 ray.init(sys.argv[1], log_to_driver=False)
 print("joined", ray.util.get_node_ip_address())
+"""
+# in a process that has not joined: the threads of one that has would take the wrong token too, and end it
+CHECK = """
+import json, sys
+from openrlhf_ext.driver import cluster
+for change in json.loads(sys.argv[3]):
+    with cluster.ray_settings(change):
+        try:
+            cluster.check_token(sys.argv[1], float(sys.argv[2]))
+            print("taken")
+        except cluster.TokenRefused as refused:
+            print(str(refused).replace("\\n", " "))
 """
 SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",
             "CUDA_VISIBLE_DEVICES", "RAY_ADDRESS")  # fmt: skip
@@ -123,16 +136,20 @@ def test_who_has_not_the_token_is_refused_and_who_has_it_joins(run, tmp_path):
 
 
 def test_a_driver_that_joins_says_at_once_what_is_wrong_with_its_token(run, tmp_path):
-    cluster.check_token(run.address, PATIENCE_S)
-    with cluster.ray_settings({"RAY_AUTH_MODE": "disabled"}):
-        with pytest.raises(cluster.TokenRefused, match="a token, and this process has none: set RAY_AUTH_MODE"):
-            cluster.check_token(run.address, PATIENCE_S)
-    with cluster.ray_settings({"RAY_AUTH_TOKEN": "0" * 64}):
-        with pytest.raises(cluster.TokenRefused, match="asks for another token than this process has"):
-            cluster.check_token(run.address, PATIENCE_S)
-    with cluster.ray_settings({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")}):
-        with pytest.raises(cluster.TokenRefused, match="asks for a token, which cannot be read"):
-            cluster.check_token(run.address, PATIENCE_S)
+    changes: list[dict[str, str]] = [
+        {}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "0" * 64},
+        {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")},
+    ]  # fmt: skip
+    words = [sys.executable, "-c", CHECK, run.address, str(PATIENCE_S), json.dumps(changes)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=4 * PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    taken, *refused = done.stdout.splitlines()
+    assert taken == "taken"
+    for said, wanted in zip(refused, (
+        "a token, and this process has none: set RAY_AUTH_MODE", "asks for another token than this process has",
+        "asks for a token, which cannot be read",
+    ), strict=True):  # fmt: skip
+        assert wanted in said
 
 
 def test_the_token_is_in_one_file_that_only_the_user_reads(run):
