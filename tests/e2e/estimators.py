@@ -1,4 +1,4 @@
-"""Trains three steps with every estimator on one set of Ray actors: ``python -m tests.e2e.estimators FOLDER``.
+"""Trains two steps with every estimator on one set of Ray actors: ``python -m tests.e2e.estimators FOLDER``.
 
 Each of them begins with the same weights and a new optimizer, and leaves its completions and its weights.
 """

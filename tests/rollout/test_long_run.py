@@ -1,4 +1,4 @@
-"""150 updates of a bf16 model of a real vocabulary: no false alarm, and an alarm where something is wrong."""
+"""75 updates of a bf16 model of a real vocabulary: no false alarm, and an alarm where something is wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.launch import launch
 from tests.rollout import wide_model
 
-UPDATES = 150
+UPDATES = 75
 
 
 @pytest.mark.e2e

@@ -110,6 +110,9 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=False,
         use_cpu_initialization=not on_gpu,
+        # not perform_initialization=False, with which no weight is marked as a tensor-parallel shard (layers.py:855)
+        init_method=_filled_later,
+        output_layer_init_method=_filled_later,
         gradient_accumulation_fusion=on_gpu and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # of apex
         masked_softmax_fusion=False,
         persist_layer_norm=on_gpu,
@@ -119,6 +122,11 @@ def transformer_config(
         **recompute_arguments(megatron),
         **{name: value for converter in converters for name, value in converter.megatron_arguments().items()},
     )
+
+
+def _filled_later(weight: Tensor) -> Tensor:
+    """Random numbers would only take time: ``load_hf`` fills every parameter, or says which it cannot."""
+    return weight
 
 
 def recompute_arguments(megatron: Megatron) -> dict[str, Any]:
