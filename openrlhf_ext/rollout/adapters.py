@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from vllm.config.lora import MaxLoRARanks
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
@@ -91,6 +93,26 @@ class _Place(NamedTuple):
         return base.output_sizes[self.part] // (getattr(base, "num_kv_head_replicas", 1) if self.part else 1)
 
 
+def _with_plain_products(wrapper: PunicaWrapperCPU) -> None:
+    """Where every token has the one adapter of the engine: vLLM's own copies its matrices for every token (vllm 0.29.0
+    lora/ops/torch_ops/lora_ops.py:74), 9/10 of a forward pass of a 135M model."""
+    general = wrapper.add_lora_linear
+
+    def add_lora_linear(
+        y_TN: Tensor, x_TK: Tensor, stacked_a: Sequence[Tensor], stacked_b: Sequence[Tensor], scale: float,
+        widths: Sequence[int], **others: Any,
+    ) -> None:  # fmt: skip
+        if wrapper.token_lora_indices.any():  # -1: of a request that does not ask for it
+            return general(y_TN, x_TK, stacked_a, stacked_b, scale, widths, **others)
+        start, x_TK = 0, x_TK.float()
+        for a, b, width in zip(stacked_a, stacked_b, widths, strict=True):
+            down_TR = F.linear(x_TK, a[0, 0].float()) * scale
+            y_TN[:, start : start + width] += F.linear(down_TR.to(y_TN.dtype), b[0, 0].to(y_TN.dtype))
+            start += width
+
+    wrapper.add_lora_linear = add_lora_linear
+
+
 class HeldAdapter:
     """The adapter of a worker: zeros at first, then that of the latest update."""
 
@@ -99,6 +121,9 @@ class HeldAdapter:
         a step, where an error would end the engine; and it may have dropped this one (`reload_weights` drops all)."""
         self._manager, self._layers = manager, manager._adapter_manager
         manager._load_adapter = lambda request: self._adapter
+        for wrapper in self._layers.punica_wrapper_mapping.values():
+            if isinstance(wrapper, PunicaWrapperCPU):
+                _with_plain_products(wrapper)
         mapper = getattr(self._layers.model, "hf_to_vllm_mapper", None)
         self._mapper = None if mapper is None else mapper.get_rename_mapper()
         self._parts = {
