@@ -94,6 +94,7 @@ def kill_a_rank_and_an_engine(task: Task) -> None:
     ranks[0].kill()
     job.wait_until((task.folder / "held2").exists, "the third generation")
     assert re.search(r"restart 1 of 1[\s\S]*resumed from .*global_step1\n", job.text), job.text
+    assert "policy rank" in job.text and "dead processes" in job.text, job.text
     job.kill("ray::RolloutEngine")
     (task.folder / "hold").unlink()
     assert job.finish() == 0, job.text

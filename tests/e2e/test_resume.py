@@ -1,4 +1,5 @@
-"""A run that is killed and resumed is, step for step, the run that was never killed (in generation: test_guide.py)."""
+"""A run that is killed and resumed is, step for step, the run that was never killed (in generation: test_guide.py; a
+rank in an update, and an engine: test_lora.py)."""
 
 from __future__ import annotations
 
@@ -72,20 +73,13 @@ def options(task: Task, name: str, *flags: str, **more: object) -> list[str]:
 
 
 @pytest.mark.e2e
-def test_a_run_killed_in_an_update_a_sync_and_a_save_continues_as_if_never_killed(tmp_path):
+def test_a_run_killed_in_a_sync_and_a_save_continues_as_if_never_killed(tmp_path):
     task = Task.make(tmp_path, prompts=22, reward=HOLDING_REWARD)
     job = Job(options(task, "whole"), tmp_path / "whole.log")
     assert job.finish() == 0, job.text
 
-    hold_after(task, 1)
-    job = Job(options(task, "cut", "--train.max_restarts", "1", **COLOCATED), tmp_path / "cut1.log")
-    job.wait_until((tmp_path / "held1").exists, "the second generation")
-    ranks = policy_ranks(job)
     hold_after(task, 3)
-    job.wait_until(lambda: in_call(ranks, "fit"), "an update")
-    ranks[0].kill()
-    job.wait_for(r"restart 1 of 1[\s\S]*resumed from .*global_step[12]\n")
-    assert "policy rank" in job.text and "dead processes" in job.text, job.text
+    job = Job(options(task, "cut", **COLOCATED), tmp_path / "cut1.log")
     job.wait_until((tmp_path / "held3").exists, "the fourth generation")
     ranks = policy_ranks(job)
     hold_after(task, 4)
