@@ -1,6 +1,6 @@
 """Full training against LoRA adapters of a real model on this machine: what a rank holds, what is written, a sync.
 
-    python benchmarks/adapters.py DIR --output benchmarks/results/adapters_cpu.json   # 13 minutes, 14 GiB
+    python benchmarks/adapters.py DIR --output benchmarks/results/adapters_cpu.json   # ten minutes, 14 GiB
 
 DIR: what examples/python/real_model.py prints. In bf16, adapters of rank 16 at all linears. Bytes of a rank are those
 of its tensors after a step, its peak what the process held in the second step above what it held without a model. Syncs

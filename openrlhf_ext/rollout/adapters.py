@@ -93,7 +93,7 @@ class _Place(NamedTuple):
         return base.output_sizes[self.part] // (getattr(base, "num_kv_head_replicas", 1) if self.part else 1)
 
 
-def _with_plain_products(wrapper: PunicaWrapperCPU) -> None:
+def with_plain_products(wrapper: PunicaWrapperCPU) -> None:
     """Where every token has the one adapter of the engine: vLLM's own copies its matrices for every token (vllm 0.29.0
     lora/ops/torch_ops/lora_ops.py:74), 9/10 of a forward pass of a 135M model."""
     general = wrapper.add_lora_linear
@@ -123,7 +123,7 @@ class HeldAdapter:
         manager._load_adapter = lambda request: self._adapter
         for wrapper in self._layers.punica_wrapper_mapping.values():
             if isinstance(wrapper, PunicaWrapperCPU):
-                _with_plain_products(wrapper)
+                with_plain_products(wrapper)
         mapper = getattr(self._layers.model, "hf_to_vllm_mapper", None)
         self._mapper = None if mapper is None else mapper.get_rename_mapper()
         self._parts = {

@@ -16,11 +16,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from vllm.lora.layers import LoRAMapping
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from openrlhf_ext.options.sections import Vllm
 from openrlhf_ext.rollout import launch
-from openrlhf_ext.rollout.adapters import HeldAdapter, with_adapter
+from openrlhf_ext.rollout.adapters import HeldAdapter, with_adapter, with_plain_products
 from openrlhf_ext.rollout.probe import WeightSyncMismatch, check_sync
 from openrlhf_ext.rollout.response import InvalidWeights
 from openrlhf_ext.rollout.sync import find_transport
@@ -424,6 +426,32 @@ def test_an_engine_that_keeps_its_base_does_not_sleep_without_it(rigs: dict[int,
     ray.get(rig.engine.wake_up.remote())
     rig.check(one.logprobs(PROBE))
     assert ray.get(rig.engine.note_levels.remote()) == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_where_all_tokens_have_the_adapter_plain_products_are_vllms(dtype: torch.dtype, is_prefill: bool) -> None:
+    """Two stacks of a layer; then a request that does not ask for the adapter, which is left to vLLM."""
+    wrapper, taken = PunicaWrapperCPU(16, 4, "cpu"), []
+    general = wrapper.add_lora_linear
+
+    def noted(*arguments: Any) -> None:
+        taken.append(1)
+        general(*arguments)
+
+    wrapper.add_lora_linear = noted
+    with_plain_products(wrapper)
+    x_TK = torch.randn(6, 32).to(dtype)
+    stacked_a = [torch.randn(1, 1, 8, 32).to(dtype) for _ in range(2)]
+    stacked_b = [torch.randn(1, 1, width, 8).to(dtype) for width in (24, 16)]
+    for last, by_vllm in ((1, []), (0, [1])):
+        mapping = LoRAMapping((1, 1, 1, 1, last, last), (1, 1, 1, 1, last, last), is_prefill)
+        wrapper.update_metadata(mapping, [1], 1, 64)
+        found_TN, expected_TN = (torch.ones(6, 40, dtype=dtype) for _ in range(2))
+        wrapper.add_lora_linear(found_TN, x_TK, stacked_a, stacked_b, 1.0, (24, 16))
+        general(expected_TN, x_TK, stacked_a, stacked_b, 1.0, (24, 16))
+        assert taken == by_vllm
+        torch.testing.assert_close(found_TN, expected_TN)
 
 
 @pytest.mark.parametrize(("rank", "largest"), [(1, 1), (3, 8), (8, 8), (9, 16), (65, 128), (512, 512)])
