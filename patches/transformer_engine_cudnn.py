@@ -28,6 +28,8 @@ from openrlhf_ext.patches.base import Patch
 from openrlhf_ext.patches.environment import has_cuda
 from openrlhf_ext.patches.import_hooks import patch_finder
 
+_NEEDED = ("_graph.", "_ops.")
+
 
 def _install() -> None:
     patch_finder.run_around("transformer_engine", _with_the_cudnn_of_torch)
@@ -49,8 +51,12 @@ def _with_the_cudnn_of_torch(_: ModuleType) -> Iterator[None]:
 
 
 def _libraries() -> list[Path]:
+    """Those that the others need by plain names (``readelf -d``: graph, and ops, which needs graph) come first:
+    LD_LIBRARY_PATH, where modules or conda set it, counts more than the wheel's own path, and would bring a second
+    copy of them."""
     folder = wheel_folder("cudnn")
-    return [] if folder is None else sorted((folder / "lib").glob("libcudnn*.so.9"))
+    found = [] if folder is None else sorted((folder / "lib").glob("libcudnn*.so.9"))
+    return sorted(found, key=lambda library: [name in library.name for name in _NEEDED], reverse=True)
 
 
 def _need() -> tuple[bool, str]:
@@ -69,7 +75,7 @@ PATCH = Patch(
         "common/__init__.py:367 loads libcudnn.so alone beside a CUDA toolkit; its core needs seven more by plain "
         "names, which the loader takes from the system"
     ),
-    change="every libcudnn*.so.9 of torch's wheel is loaded first; nothing is done without a GPU",
+    change="every libcudnn*.so.9 of torch's wheel is loaded first, graph and ops ahead; nothing is done without a GPU",
     removal="TransformerEngine loads all of cuDNN from one place, or its core finds the wheel by a path",
     install=_install,
     need=_need,

@@ -28,5 +28,5 @@ fi
 # A worker that dies ends the run: with a new one in its place pytest-xdist 3.8 may wait for ever.
 "$VENV_PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # Triton stays out of the other tests' environment, see requirements/triton.lock.
-PYTHONPATH="$VENV/triton" "$VENV_PYTHON" -m pytest tests/head/test_triton.py
+PYTHONPATH="$VENV/triton" "$VENV_PYTHON" -m pytest tests/head/test_triton.py tests/rollout/test_triton_sums.py
 wait "$types"

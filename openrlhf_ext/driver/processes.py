@@ -115,11 +115,8 @@ def _create_engines(
     from openrlhf_ext.rollout.launch import create_rollout_engines
 
     layers = bf16_layers(config, model_path)
-    if layers is not None and use_gpu and config.rollout_dtype == "fp32":
-        raise ValueError(
-            "fp8.rollout_enable on GPUs needs vllm.dtype bf16, the type of the FP8 kernels' results: got fp32; set "
-            "vllm.dtype bf16, or switch fp8.rollout_enable off"
-        )
+    if use_gpu and config.rollout_dtype == "fp32":
+        _require_no_bf16_kernels(fp8=layers is not None, adapters=adapter is not None)
     resolved = {
         "num_engines": count,
         "dtype": config.rollout_dtype,
@@ -143,6 +140,23 @@ def _create_engines(
         tells_entropies=tells_entropies,
         more_env={} if layers is None else fp8_env(use_gpu),
     )
+
+
+def _require_no_bf16_kernels(*, fp8: bool, adapters: bool) -> None:
+    """Raises ValueError, with all that vLLM's GPU kernels refuse in fp32."""
+    problems = []
+    if fp8:
+        problems.append(
+            "fp8.rollout_enable on GPUs needs vllm.dtype bf16, the type of the FP8 kernels' results: got fp32; set "
+            "vllm.dtype bf16, or switch fp8.rollout_enable off"
+        )
+    if adapters:  # vllm 0.29.0 lora/ops/triton_ops/lora_shrink_op.py:177
+        problems.append(
+            "ds.lora.rank on GPUs needs vllm.dtype bf16, the type that vLLM's adapter kernels take: got fp32; set "
+            "vllm.dtype bf16, or vllm.lora merged"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def travelling_adapter(config: RunConfig) -> tuple[int, tuple[str, ...]] | None:

@@ -15,20 +15,24 @@ from openrlhf_ext.head.statistics import TokenGradient
 
 _BLOCK = 4096  # columns that a program handles at a time
 _WARPS = 8
+_PROGRAMS = 4  # of a row in the statistics, whose loop waits for its own sums: one read 1.7 TB/s of 4.3 on an H200
+_MERGED = 256  # tokens whose programs' parts are put together by one program
 
 
 @triton.jit
 def _statistics_kernel(
-    logits_ptr, scale_ptr, column_ptr, part_ptr, tokens, columns, SCALED: tl.constexpr, BLOCK: tl.constexpr
+    logits_ptr, scale_ptr, column_ptr, part_ptr, tokens, columns, stride, SCALED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program a token: (m, s, w, t) of its row, online."""
-    row = tl.program_id(0).to(tl.int64)
+    """One program a token and ``stride`` columns of its row: their (m, s, w, t), online; into (programs, 4, tokens)."""
+    row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits_ptr += row * columns
+    part_ptr += number.to(tl.int64) * 4 * tokens + row
     scale = tl.load(scale_ptr + row) if SCALED else 1.0
+    start = number * stride
     maximum = tl.full((), -1.0e38, tl.float32)  # finite: -inf - -inf would be NaN
     total = tl.full((), 0.0, tl.float32)
     weighted = tl.full((), 0.0, tl.float32)
-    for first in range(0, columns, BLOCK):
+    for first in range(start, tl.minimum(start + stride, columns), BLOCK):
         offsets = first + tl.arange(0, BLOCK)
         inside = offsets < columns
         logits = tl.load(logits_ptr + offsets, mask=inside, other=-1.0e37) * scale
@@ -41,12 +45,37 @@ def _statistics_kernel(
         total = factor * total + tl.sum(exponential, 0)
         maximum = new
     column = tl.load(column_ptr + row)
-    here = (column >= 0) & (column < columns)
+    here = (column >= start) & (column < tl.minimum(start + stride, columns))
     target = tl.load(logits_ptr + column, mask=here, other=0.0) * scale
-    tl.store(part_ptr + row, maximum)
-    tl.store(part_ptr + tokens + row, total)
-    tl.store(part_ptr + 2 * tokens + row, weighted)
-    tl.store(part_ptr + 3 * tokens + row, target)
+    tl.store(part_ptr, maximum)
+    tl.store(part_ptr + tokens, total)
+    tl.store(part_ptr + 2 * tokens, weighted)
+    tl.store(part_ptr + 3 * tokens, target)
+
+
+@triton.jit
+def _merge_kernel(parts_ptr, part_ptr, tokens, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """``statistics.merge`` of (PARTS, 4, tokens)."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < tokens
+    maximum = tl.load(parts_ptr + rows, mask=inside, other=0.0)
+    for part in range(1, PARTS):
+        maximum = tl.maximum(maximum, tl.load(parts_ptr + 4 * part * tokens + rows, mask=inside, other=0.0))
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    weighted = tl.full((BLOCK,), 0.0, tl.float32)
+    target = tl.full((BLOCK,), 0.0, tl.float32)
+    for part in range(PARTS):
+        one_ptr = parts_ptr + 4 * part * tokens + rows
+        shift = tl.load(one_ptr, mask=inside, other=0.0) - maximum
+        factor = tl.exp(shift)
+        share = tl.load(one_ptr + tokens, mask=inside, other=0.0)
+        total += factor * share
+        weighted += factor * (tl.load(one_ptr + 2 * tokens, mask=inside, other=0.0) + shift * share)
+        target += tl.load(one_ptr + 3 * tokens, mask=inside, other=0.0)
+    tl.store(part_ptr + rows, maximum, mask=inside)
+    tl.store(part_ptr + tokens + rows, total, mask=inside)
+    tl.store(part_ptr + 2 * tokens + rows, weighted, mask=inside)
+    tl.store(part_ptr + 3 * tokens + rows, target, mask=inside)
 
 
 @triton.jit
@@ -80,12 +109,20 @@ class TritonKernels:
 
     def statistics(self, logits_BS: Tensor, spare_BS: Tensor, column_B: Tensor, scale_B: Tensor | None) -> Tensor:
         tokens, columns = logits_BS.shape
-        part_4B = logits_BS.new_empty(4, tokens)
+        block = _block(columns)
+        stride = triton.cdiv(triton.cdiv(columns, _PROGRAMS), block) * block
+        parts_P4B = logits_BS.new_empty(triton.cdiv(columns, stride), 4, tokens)
+        part_4B = parts_P4B[0]
         with _device(logits_BS):
-            _statistics_kernel[(tokens,)](
-                logits_BS, scale_B if scale_B is not None else logits_BS, column_B, part_4B, tokens, columns,
-                SCALED=scale_B is not None, BLOCK=_block(columns), num_warps=_WARPS,
+            _statistics_kernel[(tokens, len(parts_P4B))](
+                logits_BS, scale_B if scale_B is not None else logits_BS, column_B, parts_P4B, tokens, columns, stride,
+                SCALED=scale_B is not None, BLOCK=block, num_warps=_WARPS,
             )  # fmt: skip
+            if len(parts_P4B) > 1:
+                part_4B = logits_BS.new_empty(4, tokens)
+                _merge_kernel[(triton.cdiv(tokens, _MERGED),)](
+                    parts_P4B, part_4B, tokens, PARTS=len(parts_P4B), BLOCK=_MERGED
+                )
         return part_4B
 
     def gradient(self, logits_BS: Tensor, token: TokenGradient, out_BS: Tensor) -> None:

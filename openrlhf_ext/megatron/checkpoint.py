@@ -17,16 +17,14 @@ own (``_extra_state``) is a pickle, so its tensors are stored instead.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import MegatronOptimizer
@@ -45,6 +43,7 @@ from openrlhf_ext.checkpoints import (
 )
 from openrlhf_ext.checkpoints.files import read_plain, write_plain
 from openrlhf_ext.checkpoints.tensors import TYPE_NAMES
+from openrlhf_ext.megatron.distributed import random_states, set_random_states
 from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
@@ -356,9 +355,10 @@ def _load_average(model: MegatronModel, reader: TensorReader) -> set[str]:
             model.average.restart()
         return stored
     for block in parameter_blocks(model):
-        target = block.elements(model.average.of(block.parameter))
-        piece = BlockRange.whole(_named(block.block, _AVERAGE))
+        values = model.average.of(block.parameter)
+        target, piece = block.elements(values), BlockRange.whole(_named(block.block, _AVERAGE))
         target.copy_(reader.read(piece, target.dtype, padded=block.padded))
+        model.average.put(block.parameter, values)
     return stored
 
 
@@ -442,24 +442,6 @@ def _check_adapters(ours: dict[str, Any], state: dict[str, Any], folder: Path) -
 
 
 # ---- random states --------------------------------------------------------------------------------------------------
-
-
-def random_states() -> dict[str, Any]:
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return states | {"tracker": {name: state for name, state in tracked.items() if isinstance(state, Tensor)}}
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    tracker.set_states({**tracker.get_states(), **states["tracker"]})
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
 
 
 def _restore_random_states(model: MegatronModel, state: dict[str, Any], folder: Path) -> None:

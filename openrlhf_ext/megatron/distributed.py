@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
 
 from openrlhf_ext.megatron.layout import RANK_ORDER, ParallelLayout
 from openrlhf_ext.megatron.watchdog import keep_nccl_calls
@@ -68,3 +72,21 @@ def fake_rank(layout: ParallelLayout, rank: int) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         sys.excepthook = excepthook
+
+
+def random_states() -> dict[str, Any]:
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return states | {"tracker": {name: state for name, state in tracked.items() if isinstance(state, Tensor)}}
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.set_states({**tracker.get_states(), **states["tracker"]})
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -33,13 +33,15 @@ logger = logging.getLogger(__name__)
 KINDS = ("parameters", "gradients", "optimizer")
 _CHUNK_BYTES = 1 << 30  # torch rounds pinned blocks up to a power of two: whole chunks waste nothing
 _ALIGNMENT = 512
+_BLOCK_ENTRIES = 1 << 24  # of the moving average, on the device at a time
 
 
 @dataclass(frozen=True)
 class Swap:
     """What one call moved."""
 
-    moved_bytes: int  # of the storages that were emptied or filled
+    moved_bytes: int  # copied from the device or to it
+    room_bytes: int  # of the storages that were emptied or filled: of gradients only the room is given back
     measured_bytes: int  # how much torch's reserved device memory changed; on CPU what was really emptied or filled
     seconds: float  # transfers completed
 
@@ -222,11 +224,12 @@ class _Absent:
 class _Measured:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._moved_bytes = self._freed_bytes = 0
+        self._moved_bytes = self._room_bytes = self._freed_bytes = 0
 
     def count(self, storages: Iterable[_Absent]) -> None:
         for storage in storages:
-            self._moved_bytes += storage.nbytes
+            self._moved_bytes += storage.nbytes * (storage.pieces is not None)
+            self._room_bytes += storage.nbytes
             self._freed_bytes += storage.nbytes * storage.is_freed
 
     def __enter__(self) -> _Measured:
@@ -237,7 +240,7 @@ class _Measured:
         _synchronize(self._device)
         change = abs(self._reserved_bytes() - self._reserved)
         measured = change if self._device.type == "cuda" else self._freed_bytes
-        self.swap = Swap(self._moved_bytes, measured, time.perf_counter() - self._started)
+        self.swap = Swap(self._moved_bytes, self._room_bytes, measured, time.perf_counter() - self._started)
 
     def _reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
@@ -313,24 +316,53 @@ class FrozenCopy:
 
 
 class MovingAverage:
-    """Of what this rank trains, fp32 in host memory: after each update ``beta average + (1 - beta) weights``."""
+    """Of what this rank trains, fp32 in host memory: after each update ``beta average + (1 - beta) weights``.
+
+    It passes over the device in blocks, where it is computed: to keep it there would take 4 bytes a parameter, and a
+    host's cores need seconds for what the bus does in tenths (pinned memory, no wait in between)."""
 
     def __init__(self, chunks: Iterable[torch.nn.Module], beta: float) -> None:
         self._beta = beta
         self._parameters = list(dict.fromkeys(p for chunk in chunks for p in chunk.parameters() if p.requires_grad))
-        self._averages: dict[int, torch.Tensor] = {}
+        self._arena = HostArena(pinned=torch.cuda.is_available())
+        places = self._arena.places([4 * parameter.numel() for parameter in self._parameters])
+        self._averages = dict(zip(map(id, self._parameters), places, strict=True))
         self.restart()
 
     def restart(self) -> None:
         """Begins with the present weights."""
-        self._averages = {id(p): p.detach().to("cpu", torch.float32, copy=True) for p in self._parameters}
+        self._pass_over(lambda average_n, weight_n: average_n.copy_(weight_n))
 
     def update(self) -> None:
+        """The host does not wait for it."""
+        self._pass_over(lambda average_n, weight_n: average_n.lerp_(weight_n.float(), 1 - self._beta))
+
+    @torch.no_grad()
+    def _pass_over(self, change: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
         for parameter in self._parameters:
-            self.of(parameter).lerp_(parameter.detach().to("cpu", torch.float32), 1 - self._beta)
+            weight_N, first = parameter.detach().view(-1), 0
+            for block_n in self._blocks(parameter):
+                here_n = block_n.to(parameter.device, non_blocking=True)
+                change(here_n, weight_N[first : first + block_n.numel()])
+                if here_n is not block_n:
+                    block_n.copy_(here_n, non_blocking=True)
+                first += block_n.numel()
+
+    def _blocks(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+        for piece in self._averages[id(parameter)]:
+            yield from piece.view(torch.float32).split(_BLOCK_ENTRIES)
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        return self._averages[id(parameter)]
+        """A copy on the CPU, of the parameter's shape."""
+        _synchronize(parameter.device)
+        return torch.cat([*self._blocks(parameter)]).view(parameter.shape)
+
+    def put(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        """Others in the place of ``of``."""
+        _synchronize(parameter.device)
+        blocks = [*self._blocks(parameter)]
+        for block_n, values_n in zip(blocks, values.reshape(-1).split([len(b) for b in blocks]), strict=True):
+            block_n.copy_(values_n)
 
 
 def _bytes(tensor: torch.Tensor, pieces: list[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -19,8 +19,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from openrlhf_ext.algorithms import Loss
 from openrlhf_ext.head import HeadOutput, linear_logprob_entropy, linear_token_loss
 from openrlhf_ext.megatron.built import BuiltModel, no_sync
+from openrlhf_ext.megatron.distributed import random_states, set_random_states
 from openrlhf_ext.megatron.host_memory import FrozenCopy, MovingAverage
 from openrlhf_ext.megatron.layers import kept_bytes
 from openrlhf_ext.megatron.layers.adapted import without_adapters
@@ -37,7 +39,6 @@ from openrlhf_ext.megatron.step.optimizer import (
 from openrlhf_ext.megatron.step.schedule import Schedule, TokenValues, gather_tokens, one, planned_rows
 
 if TYPE_CHECKING:
-    from openrlhf_ext.algorithms import Loss
     from openrlhf_ext.algorithms.base import TokenLoss
     from openrlhf_ext.algorithms.segments import RowSelection
 
@@ -65,6 +66,25 @@ class Objective(Protocol):
 
     def loss(self, logprobs_N: Tensor, shaped: Any, /) -> Loss:
         """The loss of a share."""
+
+
+class _Nothing:
+    """A loss of zero, and its shares."""
+
+    def select(self, rows: RowSelection) -> _Nothing:
+        return self
+
+    def to(self, device: torch.device) -> _Nothing:
+        return self
+
+    def entropy_slope(self, shaped: _Nothing) -> None:
+        return None
+
+    def token_loss(self, shaped: _Nothing) -> TokenLoss:
+        return lambda logprob_B, rows: 0.0 * logprob_B
+
+    def loss(self, logprobs_N: Tensor, shaped: _Nothing) -> Loss:
+        return Loss(0.0 * logprobs_N.sum(), {})
 
 
 class MegatronModel(BuiltModel):
@@ -100,10 +120,13 @@ class MegatronModel(BuiltModel):
         """Bytes that layers keep on this rank besides parameters while they compute. Not a collective."""
         return sum(kept_bytes(self.settings.converters, chunk.decoder) for chunk in self.chunks)
 
+    def _fixed_batch(self) -> SequenceBatch:
+        tokens = np.random.default_rng(0).integers(0, self.shape.vocab_size, _FIXED_TOKENS, np.int32)
+        return sequence_batch([tokens], [((1, len(tokens)),)])
+
     def compute_once(self, training: bool) -> None:
         """A forward pass over a fixed sequence in every micro-batch that schedules want, for what layers make of it."""
-        tokens = np.random.default_rng(0).integers(0, self.shape.vocab_size, _FIXED_TOKENS, np.int32)
-        batch = sequence_batch([tokens], [((1, len(tokens)),)])
+        batch = self._fixed_batch()
 
         def nothing(part: PackedBatch, hidden_NH: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             return hidden_NH.new_zeros(()), one(self.device), {}
@@ -154,6 +177,17 @@ class MegatronPolicy(MegatronModel):
         super().__init__(settings)
         if settings.optimizer is not None and settings.train.enable_ema:
             self.average = MovingAverage(self.chunks, settings.train.ema_beta)
+
+    def warm_up(self) -> None:
+        """Forward and backward pass over a fixed sequence, of which nothing stays: so that libraries load and kernels
+        compile before the first step (a process's first pack took 2.9 s on an H200, docs/status.md)."""
+        drawn, kept = random_states(), {name: tensor.clone() for name, tensor in self.converter_state().items()}
+        self.accumulate_gradients(self._fixed_batch(), _Nothing(), _Nothing())
+        self.zero_grad()
+        self.schedule.take_count()  # no tokens of the run's
+        for name, tensor in self.converter_state().items():
+            tensor.copy_(kept[name])
+        set_random_states(drawn)
 
     # ---- forward ------------------------------------------------------------------------------------------------
 

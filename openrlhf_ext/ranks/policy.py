@@ -76,6 +76,7 @@ class PolicyActor(TrainedActor):
         self.version, self.is_ahead, self.has_moved = 0, False, False
         with phase("building the policy"):
             self.policy = MegatronPolicy(settings)
+            self.policy.warm_up()
             # the ranks meet in the reduction: what one waits there is not its own time
             model = self.policy.config
             model.finalize_model_grads_func = self.timers.without(model.finalize_model_grads_func)

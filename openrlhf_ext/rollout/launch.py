@@ -138,6 +138,10 @@ def engine_env(*, use_gpu: bool, model_path: str, batch_invariant: bool = False)
     }
     if os.path.isdir(model_path):
         environment["HF_HUB_OFFLINE"] = "1"
+    if use_gpu:
+        # CUDA's own default: the 1 that ranks want (examples/scripts/ray_node.sh) would make vLLM's second stream, on
+        # which its V2 runner copies results, wait for the first
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
     if use_gpu and batch_invariant:
         environment["VLLM_BATCH_INVARIANT"] = "1"
     if not use_gpu:

@@ -66,6 +66,8 @@ def test_deep_gemm_finds_a_compiler(cuda: Path, tmp_path: Path, monkeypatch: pyt
     assert environment["CUDA_HOME"] == str(cuda)
     assert environment["PATH"] == f"{Path(sys.executable).parent}:${{PATH}}"
     assert environment["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] == "0"
+    assert engine_env(use_gpu=True, model_path="")["CUDA_DEVICE_MAX_CONNECTIONS"] == "8", "not the ranks' 1"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in engine_env(use_gpu=False, model_path="")
     assert not {"CUDA_HOME", "PATH"} & (engine_env(use_gpu=True, model_path="").keys() | fp8_env(use_gpu=False).keys())
     monkeypatch.setenv("CUDA_HOME", "/own")
     assert fp8_env(use_gpu=True)["CUDA_HOME"] == "/own"

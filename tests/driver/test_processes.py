@@ -61,6 +61,9 @@ def test_engines_on_gpus_need_bf16(task):
     config = load_config(task.options("out", fp8__rollout_enable=True, vllm__dtype="fp32"))
     with pytest.raises(ValueError, match="fp8.rollout_enable on GPUs needs vllm.dtype bf16.*got fp32"):
         processes._create_engines(config, True, None, policy_path(config), 1, 0)
+    config = load_config(task.options("out", ds__lora__rank=4, vllm__dtype="fp32"))
+    with pytest.raises(ValueError, match="ds.lora.rank on GPUs needs vllm.dtype bf16.*got fp32.*vllm.lora merged"):
+        processes._create_engines(config, True, None, policy_path(config), 1, 0, adapter=(4, ("q_proj",)))
 
 
 def test_the_policys_schedule_leaves_out_the_steps_in_which_it_is_frozen(task):

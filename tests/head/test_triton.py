@@ -48,7 +48,7 @@ def test_fp64_is_refused(interpreter):
 
 @needs_triton
 @pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("columns", [1, 300, 5000])
+@pytest.mark.parametrize("columns", [1, 300, 5000, 4 * 4096, 4 * 4096 + 1])  # one, two, four and three programs a row
 def test_tile_passes_equal_the_torch_kernels(interpreter, columns, scaled):
     triton_kernels = choose_kernels("triton", torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(columns)

@@ -102,7 +102,9 @@ def run_cases(cases: list[dict], batch: SequenceBatch, weights_N: torch.Tensor) 
         world_size = dist.get_world_size() if dist.is_initialized() else int(case["world_size"])
         policy_settings = settings(case, world_size)
         initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
-        results.append(run_case(MegatronPolicy(policy_settings), batch, weights_N, case))
+        policy = MegatronPolicy(policy_settings)
+        policy.warm_up()  # leaves nothing, in any layout
+        results.append(run_case(policy, batch, weights_N, case))
         parallel_state.destroy_model_parallel()
     return results
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from openrlhf_ext.fp8.recipe import Recipe
-from openrlhf_ext.megatron.host_memory import HostArena, ModelStates
+from openrlhf_ext.megatron import host_memory
+from openrlhf_ext.megatron.host_memory import HostArena, ModelStates, MovingAverage
 from openrlhf_ext.megatron.layers.fp8 import FP8Layers
 from tests.launch import launch
 from tests.megatron.reference import make_batch
@@ -53,10 +56,11 @@ def test_all_memory_of_model_gradients_and_optimizer_is_given_back(ranks, case):
         first, second, third = rank[case]["swapped"]["swaps"]
         for swap in (first, second, third):
             assert swap["left"] == 0, "something of the model, its gradients or its optimizer stayed behind"
-            assert swap["again"].moved_bytes == 0, "a second offload finds nothing"
+            assert swap["again"].room_bytes == 0, "a second offload finds nothing"
             assert swap["back"].moved_bytes == swap["had"]["parameters"] > 0
             assert swap["main_grads_are_views"], "views must stay on DDP's buffers"
-        assert first["out"].moved_bytes == first["total"] == sum(first["had"].values())
+        assert first["out"].room_bytes == first["total"] == sum(first["had"].values())
+        assert first["out"].moved_bytes == first["total"] - first["had"]["gradients"], "of gradients nothing travels"
         assert second["resident"] == {"parameters"} and second["out"].moved_bytes == second["had"]["parameters"]
         assert second["had"]["optimizer"] > first["had"]["optimizer"], "Adam's moments exist after the first step"
 
@@ -109,6 +113,24 @@ def test_a_cpu_storage_that_numpy_has_seen_is_zero_while_away_and_comes_back():
     assert not model.weight.any()
     states.reload()
     assert torch.equal(model.weight, before)
+
+
+def test_a_moving_average_in_blocks_is_the_formula_in_one_piece(monkeypatch):
+    """Blocks that end neither with a parameter nor with a piece of the arena."""
+    monkeypatch.setattr(host_memory, "_BLOCK_ENTRIES", 7)
+    monkeypatch.setattr(host_memory, "HostArena", functools.partial(HostArena, chunk_bytes=1024))
+    model = torch.nn.Linear(61, 13, dtype=torch.bfloat16)
+    kept = MovingAverage([model], beta=0.75)
+    wanted = {name: p.detach().float() for name, p in model.named_parameters()}
+    for draw in (1.0, 2.0):
+        for name, parameter in model.named_parameters():
+            parameter.data.add_(draw)
+            wanted[name] = wanted[name].lerp(parameter.detach().float(), 0.25)
+        kept.update()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(kept.of(parameter), wanted[name])
+        kept.put(parameter, 2 * wanted[name])
+        assert torch.equal(kept.of(parameter), 2 * wanted[name])
 
 
 def test_copies_that_transformer_engine_keeps_of_weights_go_with_them():

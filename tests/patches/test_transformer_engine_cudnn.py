@@ -27,14 +27,16 @@ object.__setattr__(patch.PATCH, "require_known_version", lambda: None)
 patch.PATCH.install()
 import transformer_engine
 print(transformer_engine.VERSION)
+mapped = {{line.split()[-1] for line in open("/proc/self/maps") if "libcudnn_" in line}}
+print(sorted(path.removeprefix("{wheel}") for path in mapped))
 """
 
 
-def compiled(file: Path, source: str, *more: str) -> Path:
-    """A shared library that calls itself as its file does."""
+def compiled(file: Path, source: str, *needed: Path) -> Path:
+    """A shared library that calls itself as its file does, and needs others by plain names, called or not."""
     file.parent.mkdir(parents=True, exist_ok=True)
     command = ["gcc", "-shared", "-fPIC", "-o", str(file), f"-Wl,-soname,{file.name}", "-x", "c", "-", "-x", "none"]
-    subprocess.run([*command, *more], input=source, text=True, check=True, timeout=PATIENCE_S)
+    subprocess.run([*command, "-Wl,--no-as-needed", *map(str, needed)], input=source, text=True, check=True, timeout=PATIENCE_S)
     return file
 
 
@@ -46,9 +48,12 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("libraries")
     for place, version in (("wheel/lib", 919), ("system", 914)):
         compiled(folder / place / "libcudnn.so.9", "")
-        compiled(folder / place / "libcudnn_graph.so.9", f"int graph(void) {{ return {version}; }}")
+        graph = compiled(folder / place / "libcudnn_graph.so.9", f"int graph(void) {{ return {version}; }}")
+        ops = compiled(folder / place / "libcudnn_ops.so.9", "int graph(void); int ops(void) { return graph(); }", graph)
+        adv = "int ops(void); int adv(void) { return ops(); }"
+        compiled(folder / place / "libcudnn_adv.so.9", adv, ops, graph)  # the first by name needs the others
     core = "int graph(void); int version(void) { return graph(); }"
-    compiled(folder / "core.so", core, str(folder / "system/libcudnn_graph.so.9"))
+    compiled(folder / "core.so", core, folder / "system/libcudnn_graph.so.9")
     (folder / "site/transformer_engine").mkdir(parents=True)
     text = ENGINE.format(wheel=folder / "wheel/lib", core=folder / "core.so")
     (folder / "site/transformer_engine/__init__.py").write_text(text)
@@ -63,7 +68,10 @@ def test_the_core_gets_the_libraries_of_the_wheel(libraries: Path, patched: bool
     command = [sys.executable, "-c", program]
     run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=os.environ | paths)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == version
+    got, mapped = run.stdout.splitlines()
+    assert got == version
+    if patched:  # LD_LIBRARY_PATH counts more than a wheel's own path
+        assert mapped == str([f"/libcudnn_{name}.so.9" for name in ("adv", "graph", "ops")]), "one copy of each"
 
 
 def test_it_is_needed_with_a_gpu_and_the_wheel_only(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from openrlhf_ext.head.kernels import multiply
 from openrlhf_ext.megatron.model.adapter import Adapter
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
 from openrlhf_ext.megatron.model.hf_weights import fill_rules, load_hf, model_rules
@@ -51,19 +52,48 @@ restores them, and checkpoints keep them."""
 
 
 class _Down(torch.autograd.Function):
-    """``F.linear(x.to(a.dtype), a)``, bit for bit; keeps x as it is for the backward pass, not an fp32 copy: 27 instead
-    of 33 tokens x hidden entries a layer, less than full training (29)."""
+    """``x A^t`` in x's dtype: tensor cores multiply bf16, and an engine's kernels round A to it too. The gradient of A
+    is summed in A's fp32. Keeps x as it is for the backward pass, not an fp32 copy."""
 
     @staticmethod
     def forward(ctx: Any, x_LK: Tensor, a_MK: Tensor) -> Tensor:
         ctx.save_for_backward(x_LK, a_MK)
-        return F.linear(x_LK.to(a_MK.dtype), a_MK)
+        return F.linear(*_factors(x_LK, a_MK.to(x_LK.dtype))).to(x_LK.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_LM: Tensor) -> tuple[Tensor, Tensor]:
         x_LK, a_MK = ctx.saved_tensors
-        whole_LK = x_LK.flatten(0, -2).to(grad_LM.dtype)
-        return (grad_LM @ a_MK).to(x_LK.dtype), grad_LM.flatten(0, -2).t() @ whole_LK
+        grad, a = _factors(grad_LM, a_MK.to(grad_LM.dtype))
+        return (grad @ a).to(x_LK.dtype), _fp32_product(grad_LM, x_LK)
+
+
+class _Up(torch.autograd.Function):
+    """``out + down B^t`` in one product, in out's dtype, to which B is rounded; the gradient of B is summed in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, out_LN: Tensor, down_LM: Tensor, b_NM: Tensor) -> Tensor:
+        b_NM = b_NM.to(out_LN.dtype)
+        ctx.save_for_backward(down_LM, b_NM)
+        out, down, b = _factors(out_LN.flatten(0, -2), down_LM.flatten(0, -2), b_NM)
+        return torch.addmm(out, down, b.t()).to(out_LN.dtype).view(out_LN.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_LN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        down_LM, b_NM = ctx.saved_tensors
+        grad, b = _factors(grad_LN, b_NM)
+        return grad_LN, (grad @ b).to(down_LM.dtype), _fp32_product(grad_LN, down_LM)
+
+
+def _factors(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Of a product whose sums are fp32. A CPU without instructions for bf16 multiplies fp32 ten times as fast: what is
+    widened there (exact) gives the same numbers."""
+    return tuple(tensor.float() if tensor.device.type == "cpu" else tensor for tensor in tensors)
+
+
+def _fp32_product(left_LN: Tensor, right_LM: Tensor) -> Tensor:
+    """(N, M) sums over L that are not rounded to the factors' dtype."""
+    left_NL, right = _factors(left_LN.flatten(0, -2).t(), right_LM.flatten(0, -2))
+    return multiply(right.new_empty(left_NL.shape[0], right.shape[1], dtype=torch.float32), left_NL, right)
 
 
 class Adapted:
@@ -99,12 +129,16 @@ class Adapted:
         assert self.adapter is not None
         if not (self.adapter.dropout and self.training):
             return _Down.apply(x_LK, self.lora_a)
-        x_LK = x_LK.to(self.lora_a.dtype)
         own = self.is_row or self.config.sequence_parallel
         with get_cuda_rng_tracker().fork(_STREAMS[own]):
             dropped = [F.dropout(x_LK, self.adapter.dropout) for _ in range(len(self.lora_a) // self.adapter.rank)]
         parts = self.lora_a.split(self.adapter.rank)
-        return torch.cat([F.linear(x, a) for x, a in zip(dropped, parts, strict=True)], -1)
+        return torch.cat([_Down.apply(x, a) for x, a in zip(dropped, parts, strict=True)], -1)
+
+    def up(self, out_LN: Tensor, down_LM: Tensor) -> Tensor:
+        """``out`` and what the adapter adds, by scale B: what an engine gets (``scaled_values``), rounded as there."""
+        assert self.adapter is not None
+        return _Up.apply(out_LN, down_LM, self.wide_b() * self.adapter.scale)
 
     def wide_b(self) -> Tensor:
         """(N, M) B, zero outside of a row's own module."""
@@ -145,13 +179,12 @@ class AdaptedColumn(Adapted):
 
     def added(self, out: Tensor, normed: Tensor) -> Tensor:
         """A before the gather, so that what travels is M wide; backward a reduce-scatter, or an all-reduce of that."""
-        assert self.adapter is not None
         down = self.down(normed)
         if self.config.sequence_parallel:
             down = gather_from_sequence_parallel_region(down)
         else:
             down = copy_to_tensor_model_parallel_region(down)
-        return (out + F.linear(down, self.wide_b()) * self.adapter.scale).to(out.dtype)
+        return self.up(out, down)
 
 
 class _AdaptedTE(Adapted):
@@ -200,7 +233,7 @@ class AdaptedRow(Adapted):
             down = reduce_scatter_to_sequence_parallel_region(down)
         else:
             down = reduce_from_tensor_model_parallel_region(down)
-        return (out + F.linear(down, self.lora_b) * self.adapter.scale).to(out.dtype), bias
+        return self.up(out, down), bias
 
 
 class AdaptedTERow(_AdaptedTE, AdaptedRow):

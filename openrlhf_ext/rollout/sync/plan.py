@@ -8,7 +8,8 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.util import find_spec
 from math import prod
 from typing import Any, NamedTuple
 
@@ -241,12 +242,21 @@ def words(tensor: Tensor, shape: Sequence[int], workers: int) -> Tensor | None:
 def bit_sum(words: Tensor) -> Tensor:
     """(): the sum of the words modulo 2^64, mixed so that changes of several do not cancel (+1 and -1 in two words of
     one block do). Zeros count nothing. Nothing is read back from the device."""
+    if words.is_cuda and _has_triton():
+        from openrlhf_ext.rollout.sync import triton_sums  # needs the package triton
+
+        return triton_sums.bit_sum(words, _FACTOR)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for piece in words.split(_AT_A_TIME[words.device.type]):
         mixed_N = (piece.long() if piece.dim() == 1 else piece.sum(1)) * _FACTOR
         mixed_N ^= mixed_N >> 32
         total += mixed_N.sum()
     return total
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 class SentSums:

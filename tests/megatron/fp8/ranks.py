@@ -75,6 +75,7 @@ def run_policies(cases: list[dict], batch, weights_N) -> list[dict]:
             rows = balance_rows(batch.lengths_B, parallel_state.get_data_parallel_world_size())
             mine = batch.select(rows[parallel_state.get_data_parallel_rank()])
             at_start = state_of(policy)
+            policy.warm_up()
             before, again = policy.logprobs(mine).logprobs_N, policy.logprobs(mine).logprobs_N
             unmoved = all(torch.equal(a, b) for a, b in zip(at_start.values(), state_of(policy).values(), strict=True))
             steps = train(policy, batch, weights_N, 2)
@@ -105,6 +106,7 @@ def save_and_go_on(case: dict, folder: Path, batch, weights_N) -> dict:
 
 def load_and_go_on(case: dict, folder: Path, batch, weights_N) -> dict:
     with built(case) as policy:
+        policy.warm_up()  # as every run does, before and after it is resumed
         try:
             load_checkpoint(policy, folder / "policy")
         except CheckpointError as error:

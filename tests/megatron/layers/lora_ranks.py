@@ -106,6 +106,8 @@ def run_others(cases: list[dict], batch, weights_N, root: Path) -> list[dict]:
     results = []
     for case in cases:
         policy = lora_policy(case, int(os.environ["WORLD_SIZE"]))
+        if case.get("warm_up"):
+            policy.warm_up()
         out: dict = {"started": _adapter(policy), "fingerprint": policy.base_fingerprint()}
         if "engines" in case:
             policy.chunks[0].decoder.layers[0].mlp.linear_fc1.lora_b.data.normal_()

@@ -98,7 +98,7 @@ def outcomes(root, truths):
 OTHERS = [
     {"tp": 2, "seed": 5, "engines": "bf16"}, {"pp": 2, "seed": 5}, {"seed": 5, "distributed_optimizer": True},
     {"seed": 6},
-    {"tp": 2, "dropout": 0.3}, {"tp": 2, "dropout": 0.3, "recompute": FULL},
+    {"tp": 2, "dropout": 0.3}, {"tp": 2, "dropout": 0.3, "recompute": FULL, "warm_up": True},
     {"tp": 2, "sp": True, "dropout": 0.3}, {"tp": 2, "sp": True, "dropout": 0.3, "recompute": FULL},
     {"tp": 2, "sp": True, "dropout": 0.3, "save": "dropped"},
     {"tp": 2, "sp": True, "dropout": 0.3, "load": "dropped"},
