@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from openrlhf_ext import fp8 as formats
 from openrlhf_ext.config import load_config
 from openrlhf_ext.driver.processes import fp8_env
 from openrlhf_ext.driver.settings import worker_env
+from openrlhf_ext.patches import environment
 from openrlhf_ext.rollout.launch import engine_env
 from tests.e2e.jobs import Task
 
@@ -77,3 +80,19 @@ def test_deep_gemm_finds_a_compiler(cuda: Path, tmp_path: Path, monkeypatch: pyt
     compiler.touch(0o755)
     monkeypatch.setenv("PATH", str(compiler.parent))
     assert "CUDA_HOME" not in fp8_env(use_gpu=True)
+
+
+def test_gpus_are_named_by_nvml_and_cuda_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one alone is shown to this process."""
+    asked = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetName=lambda index: ("NVIDIA H100 80GB HBM3", "NVIDIA H200")[index],
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was started"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "_get_nvml_device_index", lambda index: index + 1)
+    monkeypatch.setattr(environment, "has_module", lambda name: True)
+    monkeypatch.setitem(sys.modules, "pynvml", asked)
+    assert environment.gpu_names() == ["NVIDIA H200"] == environment.machine()["hardware"]["gpus"]
+    monkeypatch.setattr(environment, "has_module", lambda name: False)
+    assert "nvidia-ml-py is not installed" in environment.gpu_names()[0]

@@ -20,6 +20,7 @@ import pytest
 
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.reporting.lines import read_lines
+from tests.e2e.jobs import Task
 from tests.patience import PATIENCE_S, SOONER_S, until
 
 
@@ -51,6 +52,42 @@ def test_who_ended_the_driver_is_said_and_written_down(case, code, event, words,
     assert re.search(words, text) and (told.get("error") or told["why"]) in text, text
     if code == 143:
         assert "no checkpoint is in ckpt: the run has to begin again" in text
+
+
+_COUNTED = """
+import os, sys, torch
+PARENT = os.getpid()
+def refused(name):
+    def asked(*_, **__):
+        if os.getpid() == PARENT:
+            print(f"the parent called torch.cuda.{name}")
+            os._exit(99)
+        return 0
+    return asked
+NAMES = ("is_available", "_lazy_init", "init", "get_device_properties", "get_device_name", "current_device")
+for name in (*NAMES, "mem_get_info"):
+    setattr(torch.cuda, name, refused(name))
+import glob
+real = glob.glob
+glob.glob = lambda pattern, **more: ["/dev/nvidia0"] if "nvidia" in str(pattern) else real(pattern, **more)
+from openrlhf_ext.cli import train_ppo_ray
+def train(config, watched, restart):
+    torch.cuda.is_available()  # the driver may
+    watched.ended(0)
+    return 0
+train_ppo_ray.train = train
+sys.exit(train_ppo_ray.main(sys.argv[1:]))
+"""
+
+
+def test_the_parent_of_the_driver_never_starts_cuda(tmp_path):
+    """One call would end every run on GPUs: "Cannot re-initialize CUDA in forked subprocess". Whatever stands in front
+    of the driver's process is run, the choice of a layout for this machine's GPU included."""
+    options = Task.make(tmp_path).options("out", megatron__layout="auto")
+    command = [sys.executable, "-c", _COUNTED, *options[: options.index("--megatron.tensor_parallel_size")]]
+    command += options[options.index("--megatron.tensor_parallel_size") + 2 :]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 def test_a_terminal_has_one_line_of_status_that_is_rewritten_and_gone_before_anything_else_is_shown(tmp_path):

@@ -36,7 +36,8 @@ def compiled(file: Path, source: str, *needed: Path) -> Path:
     """A shared library that calls itself as its file does, and needs others by plain names, called or not."""
     file.parent.mkdir(parents=True, exist_ok=True)
     command = ["gcc", "-shared", "-fPIC", "-o", str(file), f"-Wl,-soname,{file.name}", "-x", "c", "-", "-x", "none"]
-    subprocess.run([*command, "-Wl,--no-as-needed", *map(str, needed)], input=source, text=True, check=True, timeout=PATIENCE_S)
+    command += ["-Wl,--no-as-needed", *map(str, needed)]
+    subprocess.run(command, input=source, text=True, check=True, timeout=PATIENCE_S)
     return file
 
 
@@ -49,7 +50,8 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for place, version in (("wheel/lib", 919), ("system", 914)):
         compiled(folder / place / "libcudnn.so.9", "")
         graph = compiled(folder / place / "libcudnn_graph.so.9", f"int graph(void) {{ return {version}; }}")
-        ops = compiled(folder / place / "libcudnn_ops.so.9", "int graph(void); int ops(void) { return graph(); }", graph)
+        text = "int graph(void); int ops(void) { return graph(); }"
+        ops = compiled(folder / place / "libcudnn_ops.so.9", text, graph)
         adv = "int ops(void); int adv(void) { return ops(); }"
         compiled(folder / place / "libcudnn_adv.so.9", adv, ops, graph)  # the first by name needs the others
     core = "int graph(void); int version(void) { return graph(); }"

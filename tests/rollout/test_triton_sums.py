@@ -25,7 +25,8 @@ for width, words in ((1, "*i8"), (1, "*i16"), (1, "*i32"), (1, "*i64"), (16, "*i
     constants = {{"FACTOR": {plan._FACTOR}, "WORDS": width, "ROWS": 64, "ROUNDS": 16}}
     types = {{"words_ptr": words, "total_ptr": "*i64", "rows": "i32"}}
     signature = {{name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}}
-    assert triton.compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    source = ASTSource(kernel, signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 """
 
 # looked for, not imported: Triton decides when it is first imported whether its own helpers run in the interpreter

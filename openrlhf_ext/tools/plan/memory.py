@@ -408,6 +408,7 @@ class Training:
     Attributes:
         budget: tokens of a training micro-batch on one rank; None: ``sequences`` in each.
         forward_budget, forward_sequences: the same for log-probs.
+        recipe: of FP8; "": layers are not in FP8.
     """
 
     layout: ParallelLayout
@@ -417,7 +418,7 @@ class Training:
     forward_budget: int | None
     forward_sequences: int
     near_ranks: int
-    fp8: bool = False
+    recipe: str = ""
 
     def per_micro_batch(self, length: int, forward_only: bool = False) -> int:
         budget = self.forward_budget if forward_only else self.budget
@@ -486,24 +487,24 @@ def policy_in(config: RunConfig, shape: ModelShape) -> TrainedModel:
 
 
 def policy_training(config: RunConfig) -> Training:
-    fp8 = config.fp8.enable and not config.fp8.emulate
-    return _training(config, config.megatron, config.layout, config.actor.num_gpus_per_node, fp8=fp8)
+    recipe = config.fp8.recipe if config.fp8.enable and not config.fp8.emulate else ""
+    return _training(config, config.megatron, config.layout, config.actor.num_gpus_per_node, recipe)
 
 
 def critic_in(config: RunConfig, shape: ModelShape) -> TrainedModel:
     """The critic as the configuration lays it out; its layers are not in FP8."""
     megatron, layout = config.critic_megatron, config.critic_layout
     options = StateOptions(param_bytes(megatron), megatron.distributed_optimizer_enable)
-    training = _training(config, megatron, layout, config.critic.num_gpus_per_node, fp8=False)
+    training = _training(config, megatron, layout, config.critic.num_gpus_per_node, "")
     return _trained_model(shape, training, options)
 
 
-def _training(config: RunConfig, megatron: Megatron, layout: ParallelLayout, near_ranks: int, *, fp8: bool) -> Training:
+def _training(config: RunConfig, megatron: Megatron, layout: ParallelLayout, near_ranks: int, recipe: str) -> Training:
     train, rollout, dynamic = config.train, config.rollout, config.train.dynamic_batch_enable
     budget = train.max_tokens_per_gpu if dynamic else None
     forward_budget = (rollout.max_tokens_per_gpu or train.max_tokens_per_gpu) if dynamic else None
     sequences, forward_sequences = train.micro_batch_size, rollout.micro_batch_size
-    return Training(layout, megatron, budget, sequences, forward_budget, forward_sequences, near_ranks, fp8)
+    return Training(layout, megatron, budget, sequences, forward_budget, forward_sequences, near_ranks, recipe)
 
 
 def _trained_model(shape: ModelShape, training: Training, options: StateOptions) -> TrainedModel:
@@ -619,7 +620,7 @@ def activation_bytes(config: RunConfig, work: Workload, model: TrainedModel, sta
     training = model.training
     count = training.micro_batches(min(work.batch, work.samples), work.length)
     size = param_bytes(config.megatron)
-    one = Pass(_tokens(config, training), config.data.max_len, "flash", size, training.fp8, megatron)
+    one = Pass(_tokens(config, training), config.data.max_len, "flash", size, bool(training.recipe), megatron)
     return activations(model.shape, training.layout, stage, one, count).peak
 
 
@@ -639,14 +640,19 @@ def _head(config: RunConfig, work: Workload, model: TrainedModel) -> int:
 # ---- elsewhere ------------------------------------------------------------------------------------------------------
 
 
-def host_memory(config: RunConfig, policy: TrainedModel) -> dict[str, int]:
-    """Of a node, by part, if all its ranks were the fullest."""
+def host_memory(config: RunConfig, policy: TrainedModel, pool: int) -> dict[str, int]:
+    """Of a node, by part, if all its ranks were the fullest. ``pool``: bytes that an engine's worker has in vLLM's pool
+    of weights."""
     fullest = max(policy.states, key=lambda one: one.weights + one.optimizer)
     per_node = config.actor.num_gpus_per_node
     whole = 2 * policy.parameters if config.weight_sync.delta_enable else 0
     moved = fullest.weights + fullest.optimizer
     return _there({
         "states of sleeping ranks": per_node * moved if config.ds.enable_sleep else 0,
+        # vLLM pins block by block, which torch rounds up to powers of two (device_allocator/cumem.py:264)
+        "engines asleep (level 1: adapters, evaluations), pinned": (
+            min(per_node, config.engine_workers) * pool if config.vllm.enable_sleep else 0
+        ),
         "reference policy": per_node * fullest.weights if config.has_reference and not config.ds.lora.enabled else 0,
         "moving average (fp32)": per_node * fullest.gradients if config.train.enable_ema else 0,
         "copy of the weights in their senders, to find changes": whole,

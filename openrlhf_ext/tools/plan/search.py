@@ -419,12 +419,13 @@ class Planner:
         engine = self._engine_parts(engines)
         found = moments(config, self.sent, engine, models.policy_parts, models.critic_parts, models.frozen)
         concurrency = self.clock.concurrency(engines)
-        needed = self.clock.engine_weights(engines) + self.clock.engine_room + self.clock.longest_bytes(engines)
+        pool = self.clock.engine_weights(engines) + self.clock.engine_sampler(engines)
+        needed = pool + self.clock.engine_room + self.clock.longest_bytes(engines)
         needed -= int(config.gpu_memory_utilization * memory)
         short = max(0, needed, *(moment.total - memory for moment in found))
         seconds = None if short else self._seconds(config, models.policy, models.critic, engines)
         return Candidate(
-            options, models.policy, engines, found, host_memory(config, models.policy),
+            options, models.policy, engines, found, host_memory(config, models.policy, pool),
             config.gpu_memory_utilization, concurrency, memory, short, seconds,
         )  # fmt: skip
 
@@ -445,6 +446,7 @@ class Planner:
     def _engine_parts(self, engines: Engines) -> dict[str, int]:
         return {
             "engine: weights": self.clock.engine_weights(engines), KV_CACHE: engines.kv_bytes,
+            "engine: sampler (requests x vocabulary)": self.clock.engine_sampler(engines),
             "engine: activations, CUDA graphs (estimate)": self.clock.engine_room,
         }  # fmt: skip
 

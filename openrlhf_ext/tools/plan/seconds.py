@@ -30,44 +30,47 @@ class Gpu:
 
     Attributes:
         memory: bytes, as the driver counts them.
-        tflops: dense bf16; ``fp8_tflops``: the same where there is no FP8.
+        tflops: dense bf16; ``has_fp8``: whether its tensor cores multiply FP8.
         hbm: of its memory.
         near, far: between GPUs of a node; between nodes, for each GPU.
     """
 
     memory: int
     tflops: float
-    fp8_tflops: float
+    has_fp8: bool
     hbm: float
     near: float
     far: float
     host: float
 
 
-def _gpu(name: str, memory_mib: int, fp8: float, hbm: float, near: float, far: float, host: float) -> Gpu:
-    tflops = PEAK_BF16_TFLOPS[name]
-    return Gpu(memory_mib << 20, tflops, tflops * fp8, hbm, near, far, host)
+def _gpu(name: str, memory_mib: int, fp8: bool, hbm: float, near: float, far: float, host: float) -> Gpu:
+    return Gpu(memory_mib << 20, PEAK_BF16_TFLOPS[name], fp8, hbm, near, far, host)
 
 
 GPUS = {
-    "A100": _gpu("A100", 81920, 1, 2039, 300, 25, 25),
-    "H100": _gpu("H100", 81559, 2, 3350, 450, 50, 50),
-    "H800": _gpu("H800", 81559, 2, 3350, 200, 50, 50),
-    "H200": _gpu("H200", 143771, 2, 4800, 450, 50, 50),
-    "H20": _gpu("H20", 97871, 2, 4000, 450, 50, 50),
-    "B200": _gpu("B200", 183359, 2, 8000, 900, 50, 50),
+    "A100": _gpu("A100", 81920, False, 2039, 300, 25, 25),
+    "H100": _gpu("H100", 81559, True, 3350, 450, 50, 50),
+    "H800": _gpu("H800", 81559, True, 3350, 200, 50, 50),
+    "H200": _gpu("H200", 143771, True, 4800, 450, 50, 50),
+    "H20": _gpu("H20", 97871, True, 4000, 450, 50, 50),
+    "B200": _gpu("B200", 183359, True, 8000, 900, 50, 50),
 }
 """SXM forms; memory as nvidia-smi lists it, rates from NVIDIA's data sheets, one 400 Gb/s port a GPU (A100: 200)."""
+FP8_GAIN = {"blockwise": 1.40, "current": 1.69, "delayed": 1.75}
+"""Of products within layers over bf16 ones, quantization included, by recipe: an H200, the shapes of Qwen2.5-32B
+without tensor parallelism (benchmarks/results/gpu_h200.json). The data sheet has 2. vLLM's ``fp8_per_block`` is taken
+for blockwise."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no data sheet says. None of it was measured on a GPU by this project: ``products``, ``memory``, ``traffic``,
-    ``launch_us`` and ``fixed_s`` are fitted to a third of the published runs of benchmarks/published_steps.json
-    (benchmarks/plan.py, docs/scaling.md), the others are guesses.
+    """What no data sheet says. ``products`` was measured on an H200 (674 to 690 TFLOP/s in the layers of a 32B rank,
+    benchmarks/results/gpu_h200.json); ``memory``, ``traffic``, ``launch_us`` and ``fixed_s`` are fitted to a third of
+    the published runs of benchmarks/published_steps.json (benchmarks/plan.py, docs/scaling.md), the others are guesses.
 
     Attributes:
-        products: share of the peak that matrix products reach in training and prefill.
+        products: share of the peak that matrix products in bf16 reach in training and prefill.
         attention: the same of causal attention.
         memory: share of the memory's rate that decoding reaches.
         network: share of the rate that collectives and copies reach.
@@ -81,17 +84,17 @@ class Assumptions:
         fixed_s: seconds of a step for grading, shaping, records and waking up.
     """
 
-    products: float = 0.8
+    products: float = 0.69
     attention: float = 0.4
     memory: float = 0.56
     network: float = 0.7
     layer_us: float = 30.0
     message_us: float = 20.0
-    traffic: float = 360.0
+    traffic: float = 270.0
     launch_us: float = 2100.0
     tail: float = 0.25
     engine_gib: float = 4.0
-    fixed_s: float = 8.9
+    fixed_s: float = 9.8
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Error:
     worst: float
 
 
-STEP_ERROR = Error(rows=13, median=1.15, worst=1.56)
+STEP_ERROR = Error(rows=13, median=1.17, worst=1.54)
 """As benchmarks/results/plan_cpu.json has it."""
 
 
@@ -118,6 +121,10 @@ class Engines:
     most: int
     prefix_caching: bool
     fp8: bool
+
+    @property
+    def recipe(self) -> str:
+        return "blockwise" if self.fp8 else ""
 
 
 def kv_token_bytes(shape: ModelShape, tensor_parallel_size: int) -> int:
@@ -140,6 +147,10 @@ class Seconds:
     @property
     def step(self) -> float:
         return sum(dataclasses.astuple(self))
+
+
+def _gains() -> str:
+    return ", ".join(f"{recipe} {gain:g}" for recipe, gain in FP8_GAIN.items())
 
 
 WHOLE, SLICES, GLOO = "through rank 0", "in slices", "over gloo"
@@ -184,7 +195,8 @@ class Clock:
         """Those of a configuration: what weights and the rest leave of their share of a GPU is KV cache."""
         vllm, fp8 = config.vllm, config.fp8.rollout_enable
         left = int(config.gpu_memory_utilization * self.gpu.memory) - self._weights(vllm.tensor_parallel_size, fp8)
-        cache, most = max(0, left - self.engine_room), vllm.max_num_seqs or _MOST_REQUESTS
+        most = vllm.max_num_seqs or _MOST_REQUESTS
+        cache = max(0, left - self.engine_room - self._sampler(most))
         return Engines(vllm.num_engines, vllm.tensor_parallel_size, cache, most, vllm.enable_prefix_caching, fp8)
 
     @property
@@ -194,6 +206,15 @@ class Clock:
     def engine_weights(self, engines: Engines) -> int:
         """Bytes on one GPU of an engine; in FP8 all but embedding and head."""
         return self._weights(engines.tensor_parallel_size, engines.fp8)
+
+    def engine_sampler(self, engines: Engines) -> int:
+        """Bytes of each worker, in vLLM's pool of weights: awake in every sync, and copied where that pool sleeps at
+        level 1."""
+        return self._sampler(engines.most)
+
+    def _sampler(self, most: int) -> int:
+        """Requests times vocabulary, as int32 and as bits (vllm 0.29.0 v1/worker/gpu/sample/penalties.py:34-44)."""
+        return 4 * most * (self.shape.vocab_size + math.ceil(self.shape.vocab_size / 32))
 
     def _weights(self, tensor_parallel_size: int, fp8: bool) -> int:
         outer = self.shape.vocab_size * self.shape.hidden_size * (1 if self.shape.tied_embeddings else 2)
@@ -220,7 +241,7 @@ class Clock:
             return math.inf
         mine = math.ceil(self.work.samples / engines.count)
         prompts = math.ceil(mine / self.work.group) if engines.prefix_caching else mine
-        prefill = prompts * self.work.prompt_tokens * self._products(2 * self.parameters, engines.fp8)
+        prefill = prompts * self.work.prompt_tokens * self._products(2 * self.parameters, engines.recipe)
         full = mine * self.work.response_tokens / batch * self._decode(engines, batch)
         rest = max(1, int(batch * self.assumed.tail))
         tail = (self.work.longest - self.work.response_tokens) * self._decode(engines, rest)
@@ -230,13 +251,14 @@ class Clock:
         """One decoding step: weights and KV cache are read once, every weight is multiplied for every request."""
         tp, rate = engines.tensor_parallel_size, self.gpu.hbm * 1e9 * self.assumed.memory
         weights = self.engine_weights(engines) / rate
-        products = batch * self._products(2 * self.parameters, engines.fp8) / tp
+        products = batch * self._products(2 * self.parameters, engines.recipe) / tp
         held = self.work.prompt_tokens + self.work.response_tokens // 2
         cache = batch * held * kv_token_bytes(self.shape, tp) / rate
         return max(weights, products) + cache + self.shape.num_layers * self.assumed.layer_us * 1e-6
 
-    def _products(self, flops: float, fp8: bool = False) -> float:
-        return flops / ((self.gpu.fp8_tflops if fp8 else self.gpu.tflops) * 1e12 * self.assumed.products)
+    def _products(self, flops: float, recipe: str = "") -> float:
+        gain = FP8_GAIN[recipe] if recipe and self.gpu.has_fp8 else 1.0
+        return flops / (gain * self.gpu.tflops * 1e12 * self.assumed.products)
 
     # ---- log-probs and training ---------------------------------------------------------------------------------
 
@@ -283,7 +305,7 @@ class Clock:
         """Seconds that a layer and the head take for one sequence on one GPU, and forward and backward passes in units
         of a forward pass."""
         flops, layers = self.work.forward(self.shape), self.shape.num_layers
-        linear, attention = self._products(flops.layers, training.fp8), self._attention(flops)
+        linear, attention = self._products(flops.layers, training.recipe), self._attention(flops)
         again = 0.0 if forward_only else self._recomputed(training.megatron, linear, attention)
         passes = 1 if forward_only else 1 + BACKWARD
         computing, head = passes * (linear + attention) + again, passes * self._products(flops.head)
@@ -381,15 +403,16 @@ class Clock:
     def lines(self) -> list[str]:
         gpu, work, a = self.gpu, self.work, self.assumed
         return [
-            f"GPU: {gpu.memory / GIB:.1f} GiB, {gpu.tflops:g} TFLOP/s bf16, {gpu.fp8_tflops:g} FP8, memory "
+            f"GPU: {gpu.memory / GIB:.1f} GiB, {gpu.tflops:g} TFLOP/s bf16, memory "
             f"{gpu.hbm:g} GB/s, within a node {gpu.near:g} GB/s, between nodes {gpu.far:g} GB/s, host {gpu.host:g} "
             "GB/s (data sheets)",
             f"a step: {work.prompts} prompts x {work.group} responses; prompts of {work.prompt_tokens} tokens, "
             f"responses of {work.response_tokens} on average, the longest {work.longest}; "
             f"{math.ceil(work.samples / work.batch) * work.epochs} updates; log-probs of {work.scored_by} "
             f"model{'s' if work.scored_by != 1 else ''}",
-            f"matrix products reach {a.products:.0%} of the peak, attention {a.attention:.0%}, decoding {a.memory:.0%} "
-            f"of the memory's rate, collectives and copies {a.network:.0%} of theirs",
+            f"matrix products reach {a.products:.0%} of the peak (in FP8 times {_gains()}), attention "
+            f"{a.attention:.0%}, decoding {a.memory:.0%} of the memory's rate, collectives and copies {a.network:.0%} "
+            "of theirs",
             f"a layer's forward pass of a micro-batch takes {a.launch_us:g} microseconds of the host, and moves "
             f"{a.traffic:g} bytes for each token and hidden entry beside its products",
             f"a decoding step takes {a.layer_us:g} microseconds a layer besides, a message {a.message_us:g}; the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -12,7 +13,7 @@ from openrlhf_ext.config.rules import RULES
 from openrlhf_ext.ranks.shared_gpu import SharedGpu, SharedGpuTooSmall
 from openrlhf_ext.tools.plan.memory import Moment, moments, policy_in, trained
 from openrlhf_ext.tools.plan.search import SHARE, SHARING, Candidate, Planner, balanced_ends, binding, with_options
-from openrlhf_ext.tools.plan.seconds import SLICES, WHOLE
+from openrlhf_ext.tools.plan.seconds import GPUS, SLICES, WHOLE
 
 MODELS = (
     "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-32B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B",
@@ -34,10 +35,11 @@ def allowed(plan: Planner, config: RunConfig) -> bool:
 
 
 def an_engine_fits(plan: Planner, tp: int, share: float) -> bool:
-    """Its weights, what it computes with, and one of the longest sequences in its share."""
+    """Its weights, its sampler, what it computes with, and one of the longest sequences in its share."""
     shape = plan.shape
     key_values = 2 * 2 * shape.num_layers * max(1, shape.num_kv_heads // tp) * shape.head_dim
-    needed = 2 * plan.parameters // tp + 4 * GIB + key_values * (plan.work.prompt_tokens + plan.work.longest)
+    sampler = 1024 * (4 * shape.vocab_size + shape.vocab_size // 8)
+    needed = 2 * plan.parameters // tp + sampler + 4 * GIB + key_values * (plan.work.prompt_tokens + plan.work.longest)
     return needed <= int(share * plan.clock.gpu.memory)
 
 
@@ -117,7 +119,7 @@ def test_run_and_plan_refuse_the_same_shared_gpus(share: float, asleep: bool):
 
 def test_a_share_that_is_set_binds_and_one_that_is_not_is_searched():
     plan = planner("Qwen/Qwen2.5-32B", True, "--vllm.gpu_memory_utilization", "0.1")
-    assert plan.fewest_gpus() is None and f"an engine lacks 3.7 GiB of its share of a GPU ({SHARE} 0.1)" in binding(
+    assert plan.fewest_gpus() is None and f"an engine lacks 4.3 GiB of its share of a GPU ({SHARE} 0.1)" in binding(
         plan.candidates(8)[0]
     )
     best = planner("Qwen/Qwen2.5-7B", False).candidates(8)[0]
@@ -158,6 +160,34 @@ def test_the_copies_that_find_changes_are_in_host_memory():
     more = dict(delta.as_configured().host.items() - plain.as_configured().host.items())
     assert sum(more.values()) == 2 * plain.parameters * (1 + 8), "rank 0, and eight workers of a node"
     assert delta.timed().sync > plain.timed().sync
+
+
+def test_an_engines_sampler_is_in_the_sum_and_its_pool_in_host_memory_where_it_sleeps():
+    """By hand: 1,024 requests x 152,064 entries as int32, and a bit of each, beside Qwen2.5-7B's weights."""
+    plan = planner("Qwen/Qwen2.5-7B", True, "--vllm.num_engines", "8", "--actor.num_gpus_per_node", "8")
+    laid_out = plan.as_configured()
+    sampler = laid_out.moments[0].parts["engine: sampler (requests x vocabulary)"]
+    assert sampler == 1024 * (152064 * 4 + 152064 // 8) and 594 < sampler / 2**20 < 613
+    halved = planner("Qwen/Qwen2.5-7B", True, "--vllm.max_num_seqs", "512").as_configured()
+    assert halved.moments[0].parts["engine: sampler (requests x vocabulary)"] == sampler // 2
+    pinned = "engines asleep (level 1: adapters, evaluations), pinned"
+    assert laid_out.host[pinned] == 8 * (2 * plan.parameters + sampler)
+    assert pinned not in planner("Qwen/Qwen2.5-7B", False).as_configured().host
+
+
+@pytest.mark.parametrize(("recipe", "gain"), [("blockwise", 1.40), ("current", 1.69), ("delayed", 1.75)])
+def test_products_in_fp8_gain_what_was_measured(recipe, gain):
+    """Of 0.69 of the peak in bf16; nothing on a GPU without FP8, and nothing where FP8 is emulated."""
+    clock = planner("Qwen/Qwen2.5-7B", False).clock
+    assert clock._products(989e12) == pytest.approx(1 / 0.69, rel=1e-3)
+    assert clock._products(1.0) / clock._products(1.0, recipe) == pytest.approx(gain)
+    old = dataclasses.replace(clock, gpu=GPUS["A100"])
+    assert old._products(1.0) == old._products(1.0, recipe)
+    large = ("--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "16384", "--megatron.param_dtype", "bf16")
+    words = (*large, "--fp8.enable", "--fp8.recipe", recipe)
+    fp8, plain = planner("Qwen/Qwen2.5-7B", False, *words).timed(), planner("Qwen/Qwen2.5-7B", False, *large).timed()
+    assert 1.05 < plain.train / fp8.train < gain, "attention, head and what moves stay as they are"
+    assert planner("Qwen/Qwen2.5-7B", False, *words, "--fp8.emulate").timed().train == plain.train
 
 
 def test_the_stage_with_the_head_gets_fewer_layers_where_that_is_faster():
