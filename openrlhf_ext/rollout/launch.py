@@ -199,7 +199,9 @@ def batch_limits(use_gpu: bool, options: Vllm, max_model_len: int) -> dict[str, 
                 f"prompt in one step: got {tokens} < {max_model_len}; raise it, or leave it out"
             )
     sequences = sequences or min(usual_sequences, tokens or usual_sequences)
-    return {"max_num_seqs": sequences, "max_num_batched_tokens": tokens or max(usual_tokens, sequences)}
+    captured = options.max_cudagraph_capture_size if use_gpu else None
+    graphs = {} if captured is None else {"max_cudagraph_capture_size": captured}
+    return {"max_num_seqs": sequences, "max_num_batched_tokens": tokens or max(usual_tokens, sequences), **graphs}
 
 
 def cpu_engine_args(options: Vllm) -> dict[str, Any]:

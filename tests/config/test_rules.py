@@ -147,6 +147,12 @@ def test_a_step_of_an_engine_has_a_token_of_every_sequence(problems):
     assert "vllm.max_num_batched_tokens must be at least vllm.max_num_seqs: got 64 and 65" in message
 
 
+def test_graphs_are_captured_for_some_requests_or_switched_off(problems):
+    assert problems("--vllm.max_cudagraph_capture_size", "1024") == problems("--vllm.enforce_eager") == []
+    (message,) = problems("--vllm.max_cudagraph_capture_size", "1024", "--vllm.enforce_eager")
+    assert "vllm.max_cudagraph_capture_size is 1024, and vllm.enforce_eager switches CUDA graphs off" in message
+
+
 def test_every_estimator_needs_groups(problems):
     (message,) = problems("--rollout.n_samples_per_prompt", "1", "--train.batch_size", "8")
     assert "rollout.n_samples_per_prompt must be at least 2 for algo.advantage.estimator grpo" in message

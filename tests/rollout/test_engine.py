@@ -135,6 +135,9 @@ def test_what_is_not_asked_for_of_a_step_gives_way_to_what_is() -> None:
     assert limits(True) == (1024, 8192) and limits(False) == (256, 5000)
     assert limits(True, sequences=9000) == (9000, 9000) and limits(True, tokens=512) == (512, 512)
     assert limits(False, sequences=6000) == (6000, 6000) and limits(False, 64, 6000) == (64, 6000)
+    graphs = Vllm(max_cudagraph_capture_size=1024)
+    assert launch.batch_limits(True, graphs, 5000)["max_cudagraph_capture_size"] == 1024
+    assert launch.batch_limits(False, graphs, 5000).keys() == {"max_num_seqs", "max_num_batched_tokens"}, "no graphs"
 
 
 def test_the_engine_tells_where_it_runs(rig: Rig) -> None:

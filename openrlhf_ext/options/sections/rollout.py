@@ -30,6 +30,9 @@ class Vllm(Section):
     enable_prefix_caching: bool = option(False,
         "reuse the KV cache of common prompt prefixes; dropped after every weight sync")
     enforce_eager: bool = option(False, "run the engines without CUDA graphs (slower, starts faster)")
+    max_cudagraph_capture_size: Int | None = added(None,
+        "requests of a decoding step up to which CUDA graphs are captured; a step of more runs without them", ge=1,
+        default_text="vLLM's: twice vllm.max_num_seqs, at most 512 on Hopper")
     enable_sleep: bool = option(False,
         "with train.colocate_all: the engines give up their memory while the policy trains; without effect on CPU")
     gpu_memory_utilization: Float | None = option(None,
@@ -56,6 +59,10 @@ class Vllm(Section):
 
     def violations(self) -> Iterator[Violation]:
         """A step of an engine has at least one token of every sequence; what is not set gives way to what is."""
+        if self.enforce_eager and self.max_cudagraph_capture_size is not None:
+            yield Violation(("vllm.max_cudagraph_capture_size", "vllm.enforce_eager"),
+                f"vllm.max_cudagraph_capture_size is {self.max_cudagraph_capture_size}, and vllm.enforce_eager switches "
+                "CUDA graphs off: leave one of them out")
         sequences, tokens = self.max_num_seqs, self.max_num_batched_tokens
         if sequences is not None and tokens is not None and tokens < sequences:
             yield Violation(("vllm.max_num_batched_tokens", "vllm.max_num_seqs"),

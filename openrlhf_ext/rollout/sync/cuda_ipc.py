@@ -39,7 +39,7 @@ _READY, _TAKEN, _LEFT = "frame/{}", "taken/{}", "left"
 
 
 class CudaIpc(Transport):
-    """CUDA IPC. Needs PyTorch's ordinary allocator (not expandable segments), as colocated engines do anyway. `key` to
+    """CUDA IPC, of expandable segments too (seen on an H200 between two processes). `key` to
     `synchronize` are all that knows of CUDA: how memory of a device is shared between processes."""
 
     needs_gpu = True
