@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.gpu.kernels import attention_backend
 from tests.gpu.kit import Machine, NotHere
 from tests.gpu.one_rank import one_rank
 
@@ -26,6 +27,7 @@ _TINY_LENGTHS = [(4, 9), (3, 1), (1, 14), (2, 5), (9, 3), (5, 7), (4, 4), (9, 20
 def parity(machine: Machine) -> dict:
     """Log-probs and all gradients of a pack, head sizes 64 and 128, grouped heads, every way to recompute."""
     measured: dict[str, Any] = {}
+    attention: dict[str, Any] = {}
     with one_rank(machine) as policies:
         for head_dim in (64, 128):
             model = _model(machine, policies, head_dim)
@@ -43,7 +45,8 @@ def parity(machine: Machine) -> dict:
                 result[mode] = policies.differences(found, reference)
                 policies.require(result[mode], allowed, f"head size {head_dim}, recompute {mode}")
             measured[f"head size {head_dim}"] = result
-    return measured
+            attention[f"head size {head_dim}"] = attention_backend(())["transformer_engine"]
+    return measured if not machine.on_gpu else measured | {"attention": attention}
 
 
 def adapters(machine: Machine) -> dict:
