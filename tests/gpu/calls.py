@@ -52,7 +52,7 @@ CHECKS = (
     Check("tests.gpu.te_build:build", 2, 420, always=True),  # the others find what it leaves in the bundle
     Check("tests.gpu.layers:adapters", 2, 90, POLICY),
     Check("tests.gpu.size:adapters_of_7b", 2, 150, POLICY),
-    Check("tests.gpu.waits:layers", 2, 90, POLICY),
+    Check("tests.gpu.layers:waits", 2, 90, POLICY),
     Check("tests.gpu.layers:parity", 2, 120, POLICY),
     Check("tests.gpu.layers:training", 2, 90, POLICY),
     Check("tests.gpu.layers:optimizer", 2, 60, POLICY),

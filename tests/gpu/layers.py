@@ -124,6 +124,34 @@ def training(machine: Machine) -> dict:
     return measured
 
 
+def waits(machine: Machine) -> dict:
+    """The host does not wait for the device in forward, backward and log-prob pass where packs share prompts, with and
+    without adapters; ``waits.micro_batches`` holds every estimator to it, on plain layers."""
+    measured: dict[str, Any] = {"mode": "error" if machine.on_gpu else "none on a CPU"}
+    with one_rank(machine) as policies:
+        from tests.gpu.waits import Unwaiting, the_mode_works  # Megatron comes with it: see ``one_rank``
+
+        if machine.on_gpu:
+            the_mode_works(machine.device)
+        model = _model(machine, policies, 64)
+        batch, loss = policies.random_batch([(40, 60), (40, 9), (40, 84), (7, 30)], model.vocab_size)
+        names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        kind = type("UnwaitingRandomPolicy", (Unwaiting, policies.RandomPolicy), {})
+        for name, lora in (("all weights", None), ("adapters", policies.Adapter(16, 32.0, 0.0, names))):
+            policy = _policy(machine, policies, model, lora=lora, kind=kind, max_tokens=1024)
+            for strict in (False, True):  # the first of each kernel may wait, to compile
+                policy.strict = strict
+                try:
+                    policy.accumulate_gradients(batch, loss, loss)
+                    policy.logprobs(batch)
+                except RuntimeError as error:
+                    if "synchronizing" not in str(error):
+                        raise
+                    raise AssertionError(f"{name}: the host waits for the device in the micro-batches") from error
+            measured[name] = policy.layers
+    return measured
+
+
 def optimizer(machine: Machine) -> dict:
     """Five steps of the Adam that the policy picks, on given gradients, against the formula in fp64; on a GPU torch's
     too."""

@@ -240,11 +240,12 @@ def passed_before(file: Path, here: dict[str, Any]) -> dict[str, dict[str, Any]]
         made = earlier["commit"]["commit"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise SystemExit(f"--skip-passed must be a file that an earlier call wrote, {file} is none ({problem})") from error
-    if pairs[0] != pairs[1]:
         raise SystemExit(
-            f"--skip-passed {file} was measured on {' with torch '.join(pairs[0])}, this is {' with torch '.join(pairs[1])}"
-        )
+            f"--skip-passed must be a file that an earlier call wrote, {file} is none ({problem})"
+        ) from error
+    if pairs[0] != pairs[1]:
+        there, now = (" with torch ".join(pair) for pair in pairs)
+        raise SystemExit(f"--skip-passed {file} was measured on {there}, this is {now}: leave it out")
     return {name: {"of_commit": made, **check, "status": CARRIED} for name, check in passed.items()}
 
 

@@ -110,9 +110,6 @@ def choices(machine: Machine) -> dict:
         policy = policies.random_policy(
             _model(machine, policies), "bf16", max_tokens=tokens, optimizer=_optimizer(policies)
         )
-        policy.settings = replace(
-            policy.settings, rollout=policy.settings.rollout.model_copy(update={"max_tokens_per_gpu": tokens})
-        )
         lengths = [(tokens // 16, tokens // 4 - tokens // 16)] * 4  # one prompt
         batch, loss = policies.random_batch(lengths, policy.shape.vocab_size)
         ways = {"default": _default, "head two_pass": _two_pass, "rotary fused, prompts shared": _rotary_of_angles}
@@ -157,7 +154,10 @@ def _rotary_of_angles(machine: Machine, policy: Any) -> Iterator[None]:
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer import attention
 
+    calls = []
+
     def fused(t_THD: torch.Tensor, angles_T1D: torch.Tensor, config: Any, **_: Any) -> torch.Tensor:
+        calls.append(t_THD.shape)
         kernel = rope_utils.fused_apply_rotary_pos_emb if machine.on_gpu else _plain_rotary
         return kernel(t_THD.unsqueeze(1), angles_T1D.unsqueeze(1), interleaved=config.rotary_interleaved).squeeze(1)
 
@@ -166,6 +166,7 @@ def _rotary_of_angles(machine: Machine, policy: Any) -> Iterator[None]:
 
     with mock.patch.object(attention, "apply_rotary_pos_emb", fused):
         yield
+    assert calls, "Megatron's attention takes its rotary embedding from elsewhere"
 
 
 def segments(machine: Machine) -> dict:

@@ -39,7 +39,7 @@ class FP8(Section):
     layers_in_bf16_start: Int = added(0, "decoder layers at the start without FP8, in training and rollout", ge=0)
     layers_in_bf16_end: Int = added(0, "decoder layers at the end without FP8, in training and rollout", ge=0)
     modules: Literal["all", "mlp"] = added("all",
-        "linear layers with FP8: all, or mlp: those of attention, whose shards are narrow under tensor parallelism, stay")
+        "linear layers with FP8: all, or mlp, without those of attention, whose shards tensor parallelism makes narrow")
     margin: Int | None = added(None, "with fp8.recipe delayed: scales are 2^margin smaller than would fit", ge=0,
         default_text="0")
     amax_history_len: Int | None = added(None, "with fp8.recipe delayed: micro-batches that are remembered", ge=1,
