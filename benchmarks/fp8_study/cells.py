@@ -98,7 +98,7 @@ def _layers(study: dict[str, Any]) -> Iterator[Cell]:
         for ranks in settings["tensor_parallel"]:
             for way in [BF16, *study["recipes"], *(mlp if ranks > 1 else [])]:  # whole matrices gain everywhere
                 yield Cell("layers", way, tokens, ranks)
-    for variant in VARIANTS:
+    for variant in settings["variants"]:
         for ranks in dict.fromkeys([settings["tensor_parallel"][0], settings["tensor_parallel"][-1]]):
             for way in [BF16, *study["recipes"]]:
                 yield Cell("layers", way, settings["sequences"][0], ranks, variant)

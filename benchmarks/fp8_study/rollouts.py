@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import tempfile
 import time
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.fp8_study.cells import BF16
-from tests.gpu.kit import Machine, NotHere, Partly
+from tests.gpu.kit import Machine, Partly
 
 _GPU_SHARE = 0.5
 _ROUNDS = 2
@@ -28,11 +27,8 @@ def measure(machine: Machine, way: str, study: dict[str, Any]) -> dict[str, Any]
         way: 'bf16' or 'blockwise', the only one that engines have.
 
     Raises:
-        NotHere: there is no vLLM.
         Partly: all but the reload was measured.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise NotHere("there is no vLLM here: an engine needs it")
     settings = study["engine"]
     prompt, new = settings["prompt_tokens"], settings["new_tokens"]
     with tempfile.TemporaryDirectory() as folder:

@@ -50,6 +50,10 @@ def _is_shapes(value: Any) -> bool:
     return isinstance(value, dict) and all(_is_list(shape, _is_count) and len(shape) == 2 for shape in value.values())
 
 
+def _is_variants(value: Any) -> bool:
+    return isinstance(value, list) and all(item in ("recompute", "many") for item in value)
+
+
 COUNT = Rule("a whole number of 1 or more", _is_count)
 NUMBER = Rule("a number above 0", _is_number)
 PEAK = Rule("a number above 0, or null for none", lambda value: value is None or _is_number(value))
@@ -74,6 +78,7 @@ RULES: dict[str, Any] = {
     "layers": {
         "num_layers": COUNT, "hidden": COUNT, "heads": COUNT, "kv_heads": COUNT, "head_dim": COUNT, "mlp": COUNT,
         "vocabulary": COUNT, "sequences": COUNTS, "tensor_parallel": COUNTS, "mlp_only": _some_of(_NAMES),
+        "variants": Rule("a list of some of recompute, many, or an empty one", _is_variants),
         "micro_batches": COUNT, "many_micro_batches": COUNT, "repeats": COUNT, "whole_layers": COUNT,
         "whole_vocabulary": COUNT,
     },
