@@ -22,7 +22,7 @@ class Cell:
     Attributes:
         kind: 'build' (of TransformerEngine), 'linear', 'products', 'scaled_mm', 'layers', 'engine', 'mismatch', 'run'.
         way: a recipe of ``settings.RECIPES``, 'bf16', a scaling of ``torch.nn.functional.scaled_mm``, or a run of
-            ``runs.RUNS``.
+            ``runs.RUNS``; of 'mismatch' always 'emulated'.
         tokens: of a sequence; 0 where it does not matter.
         ranks: the layers are those that one of so many tensor-parallel ranks holds.
         variant: 'recompute', 'many' micro-batches, or neither.
@@ -84,7 +84,7 @@ def cells_of(study: dict[str, Any], *, build: bool) -> list[Cell]:
         ],
         "layers": list(_layers(study)),
         "engine": [Cell("engine", way) for way in (BF16, "blockwise")],
-        "mismatch": [Cell("mismatch")],
+        "mismatch": [Cell("mismatch", "emulated")],
         "run": [Cell("run", way) for way in study["run"]["ways"]],
     }  # fmt: skip
     return [*([Cell(BUILD)] if build else []), *(cell for kind in study["kinds"] for cell in by_kind[kind])]
@@ -99,6 +99,6 @@ def _layers(study: dict[str, Any]) -> Iterator[Cell]:
             for way in [BF16, *study["recipes"], *(mlp if ranks > 1 else [])]:  # whole matrices gain everywhere
                 yield Cell("layers", way, tokens, ranks)
     for variant in settings["variants"]:
-        for ranks in dict.fromkeys([settings["tensor_parallel"][0], settings["tensor_parallel"][-1]]):
+        for ranks in sorted({min(settings["tensor_parallel"]), max(settings["tensor_parallel"])}):
             for way in [BF16, *study["recipes"]]:
                 yield Cell("layers", way, settings["sequences"][0], ranks, variant)

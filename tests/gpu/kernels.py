@@ -41,16 +41,17 @@ def profiled(machine: Machine, work: Callable[[], object]) -> dict[str, Any]:
     Raises:
         AssertionError: the profiler saw nothing.
     """
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if machine.on_gpu else [])]
+    on_cuda = machine.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with profile(activities=activities) as profiler:
         work()
-        if machine.on_gpu:
+        if on_cuda:
             torch.cuda.synchronize()
     rows = []
     for event in profiler.key_averages():
-        if machine.on_gpu and event.device_type != DeviceType.CUDA:
+        if on_cuda and event.device_type != DeviceType.CUDA:
             continue  # an operation of the host, whose kernels have rows of their own
-        seconds = (event.self_device_time_total if machine.on_gpu else event.self_cpu_time_total) / 1e6
+        seconds = (event.self_device_time_total if on_cuda else event.self_cpu_time_total) / 1e6
         rows.append((event.key, seconds, event.count))
     found = grouped(rows)
     if not found["seconds"] > 0:
