@@ -444,7 +444,7 @@ def test_the_page_and_the_figure_of_a_gpu(tmp_path: Path) -> None:
         "| layers/delayed/4096 | failed | OutOfMemoryError: a / b |",
     ):  # fmt: skip
         assert said in page, f"{said}\n{page}"
-    assert "EMULATED" not in page
+    assert page.startswith("# FP8 study\n") and "EMULATED, on a CPU" not in page
 
 
 CPU = OnGPU(torch.device("cpu"), None, PATIENCE_S)
