@@ -27,6 +27,7 @@ from tests.gpu.one_rank import one_rank, ready
 
 _KINDS = ("parameters", "gradients", "optimizer")
 _REPEATS = 3
+_LARGE_BYTES = 120e9
 _CELL_S = 60.0
 """No cell is begun with less time left; the longest is expected to take a third of it."""
 
@@ -73,13 +74,13 @@ def memory_and_mfu(machine: Machine) -> dict:
 
 
 def profiles(machine: Machine) -> dict:
-    """Nothing recomputed, packs of 16k and 32k tokens: where the device's time goes in forward and backward, the
-    optimizer's step, and the log-prob pass; which attention ran."""
+    """Nothing recomputed, packs of 16k and 32k tokens (``_fitting``): where the device's time goes in forward and
+    backward, the optimizer's step, and the log-prob pass; which attention ran."""
     measured: dict[str, Any] = {}
     with one_rank(machine) as policies:
         policy = policies.random_policy(_model(machine, policies), "bf16", optimizer=_optimizer(policies))
         measured["layers"] = policy.layers
-        for tokens in (16384, 32768) if machine.on_gpu else (256,):
+        for tokens in sorted({_fitting(machine, 16384), _fitting(machine, 32768)}):
             policy.settings = _with_tokens(policy.settings, tokens)
             batch, loss = policies.random_batch(_lengths(tokens), policy.shape.vocab_size)
             policy.train_step(batch, loss, loss)  # kernels are prepared, Adam has its states
@@ -105,7 +106,7 @@ def choices(machine: Machine) -> dict:
     Raises:
         AssertionError: a way gives other log-probs than rounding makes.
     """
-    tokens = 16384 if machine.on_gpu else 256
+    tokens = _fitting(machine, 16384)
     with one_rank(machine) as policies:
         policy = policies.random_policy(
             _model(machine, policies), "bf16", max_tokens=tokens, optimizer=_optimizer(policies)
@@ -176,7 +177,7 @@ def segments(machine: Machine) -> dict:
     Raises:
         AssertionError: it reserves more than 6 % beside, where plain segments reserved 26.
     """
-    tokens = 32768 if machine.on_gpu else 256
+    tokens = _fitting(machine, 32768)
     with one_rank(machine) as policies:
         policy = policies.random_policy(
             _model(machine, policies), "bf16", max_tokens=tokens, optimizer=_optimizer(policies)
@@ -261,6 +262,13 @@ def _model(machine: Machine, policies: ModuleType) -> Any:
     if machine.on_gpu:
         return policies.Model(32, 5120, 5, 1, 128, 3456, 19008)
     return policies.Model(2, 64, 5, 1, 16, 96, 128)
+
+
+def _fitting(machine: Machine, tokens: int) -> int:
+    """Tokens of a pack of which nothing is recomputed: with 80 GB a quarter, as 32,768 take 109 GB."""
+    if not machine.on_gpu:
+        return 256
+    return tokens if torch.cuda.get_device_properties(machine.device).total_memory > _LARGE_BYTES else tokens // 4
 
 
 def _optimizer(policies: ModuleType) -> Any:

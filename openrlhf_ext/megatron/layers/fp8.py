@@ -260,6 +260,7 @@ class FP8Layers(LayerConverter):
         return 128 if self.recipe.blockwise and pieces > 1 else 16
 
     def kept_per_weight(self, number: int, num_layers: int) -> int:
+        """Of MLPs only, too much: attention's weights have no copies then, and are counted."""
         return 0 if self.recipe.emulate or self.recipe.bf16_layers.has(number, num_layers) else WEIGHT_COPY_BYTES
 
     def drop_kept(self, model: torch.nn.Module) -> None:
