@@ -55,7 +55,9 @@ def made(runs: dict[str, tuple[Path, str]]) -> dict[str, Any]:
                 if found.setdefault(key, report[key]) != report[key]:
                     raise ValueError(f"{file} is of another machine or of other versions: {report[key]}")
             run["started"] = min(report["started"], run.get("started", report["started"]))
-            checks |= {check.removeprefix("tests.gpu."): _outcome(of) for check, of in report["checks"].items()}
+            # what a call did not run again is in the report of the one that ran it
+            ran = {name: check for name, check in report["checks"].items() if check["status"] != "passed before"}
+            checks |= {name.removeprefix("tests.gpu."): _outcome(check) for name, check in ran.items()}
         run["checks"] = checks
         if (study := folder / "study/study.json").exists():
             report = json.loads(study.read_text())
@@ -66,7 +68,7 @@ def made(runs: dict[str, tuple[Path, str]]) -> dict[str, Any]:
 
 
 def _outcome(check: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: _slim(check[key]) for key in ("status", "seconds", "measured") if check.get(key) is not None}
+    kept = {key: _slim(check[key]) for key in ("status", "seconds", "measured", "gpu") if check.get(key) is not None}
     lines = [line for line in str(check.get("error") or "").splitlines() if "Error: " in line or "not " in line]
     return kept | ({"error": lines[-1][:300]} if lines else {})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from openrlhf_ext.fp8.recipe import Recipe
 BUILD = "build"
 BF16 = "bf16"
 SCALINGS = ("blockwise", "rowwise", "tensorwise")
+VARIANTS = ("recompute", "many")
 
 
 @dataclass(frozen=True)
@@ -18,19 +20,39 @@ class Cell:
     """One process and one entry of the JSON.
 
     Attributes:
-        kind: 'build' (of TransformerEngine), 'linear', 'products', 'scaled_mm' or 'layers'.
-        way: a recipe of ``settings.RECIPES``, 'bf16', or a scaling of ``torch.nn.functional.scaled_mm``.
+        kind: 'build' (of TransformerEngine), 'linear', 'products', 'scaled_mm', 'layers', 'engine', 'mismatch', 'run'.
+        way: a recipe of ``settings.RECIPES``, 'bf16', a scaling of ``torch.nn.functional.scaled_mm``, or a run of
+            ``runs.RUNS``; of 'mismatch' always 'emulated'.
         tokens: of a sequence; 0 where it does not matter.
+        ranks: the layers are those that one of so many tensor-parallel ranks holds.
+        variant: 'recompute', 'many' micro-batches, or neither.
     """
 
     kind: str
     way: str = ""
     tokens: int = 0
+    ranks: int = 1
+    variant: str = ""
 
     @property
     def name(self) -> str:
-        """'layers/blockwise/4096': its key in the JSON and its name on the command line."""
-        return "/".join([self.kind, *filter(None, [self.way]), *([str(self.tokens)] if self.tokens else [])])
+        """'layers/blockwise/4096', 'layers/blockwise/4096/tp8': its key in the JSON and its name on the command
+        line."""
+        ranks = f"tp{self.ranks}" if self.ranks > 1 else ""
+        return "/".join(filter(None, [self.kind, self.way, str(self.tokens or ""), ranks, self.variant]))
+
+    @classmethod
+    def named(cls, name: str) -> Cell:
+        """The cell of a name."""
+        kind, way, tokens, *others = (f"{name}//").split("/")
+        ranks = [int(part.removeprefix("tp")) for part in others if part.startswith("tp")]
+        variants = [part for part in others if part in VARIANTS]
+        return cls(kind, way, int(tokens or 0), *(ranks or [1]), *variants)
+
+    @property
+    def plain(self) -> Cell:
+        """The same without FP8."""
+        return replace(self, way=BF16)
 
     def seconds(self, study: dict[str, Any]) -> float:
         """Its limit."""
@@ -60,8 +82,23 @@ def cells_of(study: dict[str, Any], *, build: bool) -> list[Cell]:
             *(Cell("products", way) for way in recipes), *(Cell("scaled_mm", scaling) for scaling in SCALINGS),
             *(Cell("products", way) for way in pow2),
         ],
-        "layers": [
-            Cell("layers", way, tokens) for tokens in study["layers"]["sequences"] for way in [BF16, *recipes]
-        ],
+        "layers": list(_layers(study)),
+        "engine": [Cell("engine", way) for way in (BF16, "blockwise")],
+        "mismatch": [Cell("mismatch", "emulated")],
+        "run": [Cell("run", way) for way in study["run"]["ways"]],
     }  # fmt: skip
     return [*([Cell(BUILD)] if build else []), *(cell for kind in study["kinds"] for cell in by_kind[kind])]
+
+
+def _layers(study: dict[str, Any]) -> Iterator[Cell]:
+    """Every length with all ranks before the next length; then what else a step may do, at the first length."""
+    settings = study["layers"]
+    mlp = [f"{recipe}_mlp" for recipe in settings["mlp_only"]]
+    for tokens in settings["sequences"]:
+        for ranks in settings["tensor_parallel"]:
+            for way in [BF16, *study["recipes"], *(mlp if ranks > 1 else [])]:  # whole matrices gain everywhere
+                yield Cell("layers", way, tokens, ranks)
+    for variant in settings["variants"]:
+        for ranks in sorted({min(settings["tensor_parallel"]), max(settings["tensor_parallel"])}):
+            for way in [BF16, *study["recipes"]]:
+                yield Cell("layers", way, settings["sequences"][0], ranks, variant)

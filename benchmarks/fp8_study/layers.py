@@ -10,28 +10,37 @@ from typing import Any
 
 import torch
 
+from benchmarks.fp8_study.cells import Cell
 from benchmarks.fp8_study.measuring import seconds_of
+from benchmarks.fp8_study.settings import rank_sizes
 from openrlhf_ext.fp8.recipe import Recipe
-from tests.gpu.kit import Machine
+from tests.gpu.kernels import profiled
+from tests.gpu.kit import Machine, NotHere
 from tests.gpu.one_rank import one_rank
 
 _WARM_UP = 2  # delayed: the scales of gradients are 1 before the first
 _SAMPLED = 256
 
 
-def measure(machine: Machine, recipe: Recipe | None, tokens: int, study: dict[str, Any]) -> dict[str, Any]:
+def measure(machine: Machine, cell: Cell, study: dict[str, Any]) -> dict[str, Any]:
     """Speed, memory, and what the same weights and tokens give: loss, gradient norm, some log-probs.
-
-    Args:
-        tokens: of a micro-batch, which is one sequence.
 
     Raises:
         AssertionError: the layers are not TransformerEngine's on a GPU.
+        NotHere: they do not fit into its memory.
     """
-    settings = study["layers"]
+    try:
+        return _measure(machine, cell, study)
+    except torch.OutOfMemoryError as error:
+        raise NotHere(f"does not fit: {str(error).splitlines()[0]}") from error
+
+
+def _measure(machine: Machine, cell: Cell, study: dict[str, Any]) -> dict[str, Any]:
+    settings, tokens, recipe = study["layers"], cell.tokens, cell.recipe(emulate=not machine.on_gpu)
+    micro_batches = settings["many_micro_batches" if cell.variant == "many" else "micro_batches"]
     with one_rank(machine) as policies:
-        policy = _policy(machine, policies, recipe, tokens, settings)
-        lengths = [(tokens // 16, tokens - tokens // 16)] * settings["micro_batches"]
+        policy = _policy(machine, policies, recipe, cell, settings)
+        lengths = [(tokens // 16, tokens - tokens // 16)] * micro_batches
         batch, weighted = policies.random_batch(lengths, settings["vocabulary"])
         count = len(weighted.weights_N)
         loss = policies.WeightedLogprob(torch.full((count,), 1.0 / count), batch.responses)
@@ -39,22 +48,25 @@ def measure(machine: Machine, recipe: Recipe | None, tokens: int, study: dict[st
             policy.accumulate_gradients(batch, loss, loss)
         found = _values(policy, batch, loss)
         found |= _speed(machine, policy, batch, loss, settings["repeats"])
-        tokens_of_all = tokens * settings["micro_batches"]
+        tokens_of_all = tokens * micro_batches
         return {
-            "layers": policy.layers, "recipe": "none" if recipe is None else recipe.label,
+            "layers": policy.layers, "recipe": "none" if recipe is None else recipe.label, "ranks": cell.ranks,
             "tokens": tokens_of_all, **found, **_rates(policy, batch, found, tokens_of_all, study),
         }  # fmt: skip
 
 
-def _policy(machine: Machine, policies: ModuleType, recipe: Recipe | None, tokens: int, settings: dict) -> Any:
+def _policy(machine: Machine, policies: ModuleType, recipe: Recipe | None, cell: Cell, settings: dict) -> Any:
+    own = rank_sizes(settings, cell.ranks)
     model = policies.Model(
-        settings["num_layers"], settings["hidden"], settings["heads"], settings["kv_heads"], settings["head_dim"],
-        settings["mlp"], settings["vocabulary"],
+        settings["num_layers"], settings["hidden"], own["heads"], own["kv_heads"], settings["head_dim"], own["mlp"],
+        settings["vocabulary"],
     )  # fmt: skip
+    recompute = policies.RECOMPUTE["full, uniform" if cell.variant == "recompute" else "none"]
     optimizer = policies.Actor(adam=policies.Adam(lr=1e-6), lr_scheduler="constant")
     policy = policies.random_policy(
-        model, "bf16" if machine.on_gpu else "fp32", max_tokens=tokens, optimizer=optimizer, fp8=recipe
-    )
+        model, "bf16" if machine.on_gpu else "fp32", max_tokens=cell.tokens, optimizer=optimizer, fp8=recipe,
+        recompute=recompute,
+    )  # fmt: skip
     if machine.on_gpu and policy.layers != "TransformerEngine":
         raise AssertionError(f"the layers are {policy.layers}, not TransformerEngine's: give --bundle")
     return policy
@@ -77,6 +89,10 @@ def _speed(machine: Machine, policy: Any, batch: Any, loss: Any, repeats: int) -
     def timed(work: Any) -> float:
         return statistics.median(seconds_of(work, machine.device) for _ in range(repeats))
 
+    def kernels(work: Any) -> dict[str, Any]:
+        whole = profiled(machine, work)
+        return {"device_seconds": whole["seconds"], "groups": whole["groups"], "attention": whole["attention"]}
+
     _reset_peak(machine)
     found: dict[str, Any] = {"logprobs_seconds": timed(lambda: policy.logprobs(batch))}
     found |= _peak(machine, "logprobs")
@@ -84,7 +100,12 @@ def _speed(machine: Machine, policy: Any, batch: Any, loss: Any, repeats: int) -
     policy.train_step(batch, loss, loss)  # Adam makes its states in the first step
     _reset_peak(machine)
     found["step_seconds"] = timed(lambda: policy.train_step(batch, loss, loss))
-    return found | _peak(machine, "step")
+    found |= _peak(machine, "step")
+    # of the device alone, afterwards: the profiler costs the host time
+    found["logprobs_kernels"] = kernels(lambda: policy.logprobs(batch))
+    found["forward_backward_kernels"] = kernels(lambda: policy.accumulate_gradients(batch, loss, loss))
+    found["optimizer_kernels"] = kernels(policy.optimizer_step)
+    return found
 
 
 def _reset_peak(machine: Machine) -> None:

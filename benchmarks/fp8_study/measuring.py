@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from tests.gpu.kernels import profiled
+from tests.gpu.kit import Machine
+
 _ROUNDS = 5
 _WARM_UP = 2
 
@@ -36,6 +39,17 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 
         work()
     synchronize(device)
     return (time.perf_counter() - started) / repeats
+
+
+def device_seconds(works: Mapping[str, Callable[[], object]], machine: Machine, repeats: int) -> dict[str, float]:
+    """Seconds of the kernels of one call of each, from torch's profiler: without the gaps in which the device waits for
+    the host, which events around a call would count. On a CPU those of torch's operations."""
+
+    def all_of(work: Callable[[], object]) -> None:
+        for _ in range(repeats):
+            work()
+
+    return {name: profiled(machine, lambda: all_of(work))["seconds"] / repeats for name, work in works.items()}  # noqa: B023
 
 
 def synchronize(device: torch.device) -> None:

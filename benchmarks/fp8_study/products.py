@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.fp8_study import engine
-from benchmarks.fp8_study.measuring import relative_error, seconds_in_turns
+from benchmarks.fp8_study.measuring import device_seconds, relative_error, seconds_in_turns
 from openrlhf_ext.fp8.quantize import E4M3, Grid, Products, Quantized, quantize, saturating_cast, scale_from_amax
 from openrlhf_ext.fp8.recipe import Recipe
 from tests.gpu.kit import Machine, NotHere, Partly
@@ -59,6 +59,7 @@ def recipes(machine: Machine, recipe: Recipe, settings: dict[str, Any]) -> dict[
             f"active) and less than {_MOST_ROUNDING:g}"
         )
         seconds = seconds_in_turns(layer, machine.device, settings["repeats"])
+        device = device_seconds(layer, machine, settings["repeats"])
         operations = 2 * settings["tokens"] * shape.inputs * shape.outputs
         rows.append({
             **shape._asdict(), "relative_to_bf16": rounding,
@@ -67,12 +68,16 @@ def recipes(machine: Machine, recipe: Recipe, settings: dict[str, Any]) -> dict[
             "bf16_step_seconds": seconds["step_bf16"], "tflops": 3 * operations / seconds["step"] / 1e12,
             "bf16_tflops": 3 * operations / seconds["step_bf16"] / 1e12,
             "ratio": seconds["step_bf16"] / seconds["step"],
+            "step_device_seconds": device["step"], "bf16_step_device_seconds": device["step_bf16"],
+            "device_ratio": device["step_bf16"] / device["step"],
         })  # fmt: skip
         print(rows[-1], flush=True)
-    whole = {name: sum(row[name] for row in rows) for name in ("step_seconds", "bf16_step_seconds")}
+    names = ("step_seconds", "bf16_step_seconds", "step_device_seconds", "bf16_step_device_seconds")
+    whole = {name: sum(row[name] for row in rows) for name in names}
     return {
         "what": "te.Linear" if machine.on_gpu else "EMULATED, beside fp32", "tokens": settings["tokens"],
         "rows": rows, "ratio_of_sums": whole["bf16_step_seconds"] / whole["step_seconds"],
+        "device_ratio_of_sums": whole["bf16_step_device_seconds"] / whole["step_device_seconds"],
     }  # fmt: skip
 
 
@@ -193,12 +198,14 @@ def _timed(machine: Machine, scaling: str, factors: Factors, repeats: int) -> di
     if not error <= _PRODUCT_BOUND:
         raise ValueError(f"relative error {error:.2e} against the product of its operands, at most {_PRODUCT_BOUND:g}")
     plain = factors.a_RS, factors.b_CS.t()
-    seconds = seconds_in_turns({"fp8": multiply, "bf16": lambda: plain[0] @ plain[1]}, machine.device, repeats)
+    works = {"fp8": multiply, "bf16": lambda: plain[0] @ plain[1]}
+    seconds, device = seconds_in_turns(works, machine.device, repeats), device_seconds(works, machine, repeats)
     operations = 2 * factors.a_RS.numel() * factors.b_CS.shape[0]
     return {
         "relative_error": error, "seconds": seconds["fp8"], "bf16_seconds": seconds["bf16"],
         "tflops": operations / seconds["fp8"] / 1e12, "bf16_tflops": operations / seconds["bf16"] / 1e12,
-        "ratio": seconds["bf16"] / seconds["fp8"],
+        "ratio": seconds["bf16"] / seconds["fp8"], "device_seconds": device["fp8"],
+        "bf16_device_seconds": device["bf16"], "device_ratio": device["bf16"] / device["fp8"],
     }  # fmt: skip
 
 

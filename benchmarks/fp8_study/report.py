@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.fp8_study.cells import BF16
+from benchmarks.fp8_study.cells import BF16, Cell
+from benchmarks.fp8_study.runs import RUNS
 
+WORTH = 1.05
+"""What a gain must exceed: less is not worth another rounding."""
 _PUBLISHED = Path(__file__).with_name("published.json")
 
 
@@ -28,8 +31,9 @@ def markdown(report: dict[str, Any], published: dict[str, Any], figure: str) -> 
     """The whole page."""
     parts = [
         ["# FP8 study" + (": EMULATED, on a CPU" if report["emulated"] else "")],
-        _where(report), [figure], _linear(report), _products(report, published), _scaled_mm(report), _layers(report),
-        _whole_model(report), _published(published), _open_cells(report),
+        _where(report), [figure], _choices(report), _steps(report), _layers(report), _whole_model(report),
+        _engines(report), _runs(report), _linear(report), _products(report, published), _scaled_mm(report),
+        _clocks(report), _published(published), _open_cells(report),
     ]  # fmt: skip
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
@@ -114,11 +118,11 @@ def _products(report: dict[str, Any], published: dict[str, Any]) -> list[str]:
     rows = [
         [way, row["name"], str(row["ranks"]), f"{row['inputs']} x {row['outputs']}", _ms(row["forward_seconds"]),
          _ms(row["backward_seconds"]), _ms(row["step_seconds"]), _ms(row["bf16_step_seconds"]), f"{row['tflops']:.3g}",
-         f"{row['bf16_tflops']:.3g}", f"{row['ratio']:.2f}"]
+         f"{row['bf16_tflops']:.3g}", f"{row['ratio']:.2f}", _ratio(row)]
         for way, found in measured.items() for row in found["rows"]
     ]  # fmt: skip
     header = ["recipe", "layer", "ranks", "inputs x outputs", "forward ms", "backward ms", "both ms", "BF16 both ms",
-              "TFLOP/s", "BF16 TFLOP/s", "BF16 time / FP8 time"]  # fmt: skip
+              "TFLOP/s", "BF16 TFLOP/s", "BF16 time / FP8 time", "of kernels alone"]  # fmt: skip
     compared = [
         [way, f"{found['ratio_of_sums']:.2f}", f"{theirs['rows'][way]['ratio']:.2f}" if way in theirs["rows"] else "-"]
         for way, found in measured.items()
@@ -138,6 +142,10 @@ def _products(report: dict[str, Any], published: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+def _ratio(row: dict[str, Any]) -> str:
+    return f"{row['device_ratio']:.2f}" if "device_ratio" in row else "-"
+
+
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3f}"
 
@@ -148,13 +156,15 @@ def _scaled_mm(report: dict[str, Any]) -> list[str]:
         for row in found["rows"]:
             values = [row.get(name) for name in ("seconds", "tflops", "bf16_tflops", "ratio", "relative_error")]
             ends = (
-                [row["error"], *["-"] * 4] if "error" in row
-                else [_ms(values[0]), *(f"{v:.3g}" for v in values[1:3]), f"{values[3]:.2f}", f"{values[4]:.1e}"]
+                [row["error"], *["-"] * 5] if "error" in row
+                else [_ms(values[0]), *(f"{v:.3g}" for v in values[1:3]), f"{values[3]:.2f}", _ratio(row),
+                      f"{values[4]:.1e}"]
             )  # fmt: skip
             rows.append([scaling, row["name"], str(row["ranks"]), row["product"], *ends])
     if not rows:
         return []
-    header = ["scaling", "layer", "ranks", "product", "ms", "TFLOP/s", "BF16 TFLOP/s", "BF16 time / FP8 time", "error"]
+    header = ["scaling", "layer", "ranks", "product", "ms", "TFLOP/s", "BF16 TFLOP/s", "BF16 time / FP8 time",
+              "of kernels alone", "error"]  # fmt: skip
     note = " BF16 columns are fp32 here." if report["emulated"] else ""
     return [
         f"## torch's FP8 product alone ({place(report)})", "",
@@ -162,59 +172,252 @@ def _scaled_mm(report: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def _by_tokens(report: dict[str, Any]) -> Iterable[tuple[str, int, dict[str, Any], dict[str, Any] | None]]:
-    """Recipe, tokens of a sequence, measurements, those of the same layers without FP8."""
+def _layer_cells(report: dict[str, Any]) -> Iterator[tuple[Cell, dict[str, Any], dict[str, Any] | None]]:
+    """Cell, measurements, those of the same layers without FP8."""
     measured = _measured(report, "layers")
     for name, found in measured.items():
-        way, tokens = name.split("/")
-        yield way, int(tokens), found, measured.get(f"{BF16}/{tokens}")
+        cell = Cell.named(f"layers/{name}")
+        yield cell, found, measured.get(cell.plain.name.partition("/")[2])
+
+
+def _whole(report: dict[str, Any]) -> Iterator[tuple[Cell, dict[str, Any], dict[str, Any] | None]]:
+    """The layers that no rank shares and of which nothing is recomputed."""
+    return (row for row in _layer_cells(report) if row[0].ranks == 1 and not row[0].variant)
 
 
 def _layers(report: dict[str, Any]) -> list[str]:
     speed, deviation = [], []
     plain_name = "fp32" if report["emulated"] else "BF16"
-    for way, tokens, found, plain in _by_tokens(report):
-        name = plain_name if way == BF16 else found["recipe"]
+    for cell, found, plain in _layer_cells(report):
+        name = plain_name if cell.way == BF16 else found["recipe"]
+        where = [name, str(cell.tokens), str(cell.ranks), cell.variant or "-"]
         speed.append([
-            name, str(tokens), f"{found['train_tokens_per_second']:.4g}", f"{found['step_tokens_per_second']:.4g}",
+            *where, f"{found['train_tokens_per_second']:.4g}", f"{found['step_tokens_per_second']:.4g}",
             f"{found['logprobs_tokens_per_second']:.4g}", f"{found['train_tflops']:.4g}", *_shares(found, "train"),
             f"{found['logprobs_tflops']:.4g}", *_shares(found, "logprobs"), *_memory(found),
         ])  # fmt: skip
-        if plain is not None and way != BF16:
+        if plain is not None and cell.way != BF16:
             deviation.append([
-                name, str(tokens), f"{found['loss']:.6g}", f"{found['loss'] / plain['loss'] - 1:+.2e}",
+                *where, f"{found['loss']:.6g}", f"{found['loss'] / plain['loss'] - 1:+.2e}",
                 f"{found['gradient_norm']:.6g}", f"{found['gradient_norm'] / plain['gradient_norm'] - 1:+.2e}",
                 f"{_mean_gap(found, plain):.2e}",
             ])  # fmt: skip
     if not speed:
         return []
     settings = report["settings"]["layers"]
+    places = ["layers", "sequence", "ranks", "variant"]
     header = [
-        "layers", "sequence", "train tokens/s", "with Adam", "log-prob tokens/s", "train TFLOP/s", "MFU of BF16 peak",
+        *places, "train tokens/s", "with Adam", "log-prob tokens/s", "train TFLOP/s", "MFU of BF16 peak",
         "MFU of FP8 peak", "log-prob TFLOP/s", "MFU of BF16 peak", "MFU of FP8 peak", "allocated GiB", "reserved GiB",
     ]  # fmt: skip
     peaks = [f"{peak} ({p.upper()})" for p in ("bf16", "fp8") if (peak := report["settings"][f"peak_{p}_tflops"])]
     ends = f" Peaks in TFLOP/s: {', '.join(peaks)}." if peaks else ""
-    columns = [
-        "layers",
-        "sequence",
-        "loss",
-        "from " + plain_name,
-        "gradient norm",
-        "from " + plain_name,
-        "mean abs dlogp",
-    ]
+    columns = [*places, "loss", "from " + plain_name, "gradient norm", "from " + plain_name, "mean abs dlogp"]
     return [
         f"## {settings['num_layers']} layers through the policy ({place(report)})", "",
         f"Hidden size {settings['hidden']}, {settings['heads']} heads ({settings['kv_heads']} of keys and values), MLP "
         f"{settings['mlp']}, vocabulary {settings['vocabulary']}, random weights, {settings['micro_batches']} "
-        "micro-batches of one sequence. Train: forward and backward; the column after it has the optimizer too.", "",
+        "micro-batches of one sequence. On more than one rank: heads and MLP of one of them, nothing is communicated, "
+        "the vocabulary stays. Variants: everything recomputed; many micro-batches. Train: forward and backward; the "
+        "column after it has the optimizer too.", "",
         "Operations: 2 x (multiplications of the layers' matrices x tokens + 2 x layers x heads x head size x n "
         "(n + 1) / 2 of each sequence (causal attention) + hidden x vocabulary x response tokens), three times that in "
         f"training; nothing for recomputation (`openrlhf_ext/megatron/model/flops.py`).{ends}", "",
         *_table(header, speed), "",
         f"The same weights and tokens before any update, beside {plain_name} layers:", "",
         *_table(columns, deviation),
+    ]  # fmt: skip
+
+
+# ---- device and host, shares, and which recipe to take --------------------------------------------------------------
+
+
+_PARTS = ("logprobs", "forward_backward", "optimizer")
+
+
+class _Times(NamedTuple):
+    """Seconds of a log-prob pass, of forward and backward, and of the optimizer: on the clock, and of kernels."""
+
+    host: tuple[float, ...]
+    device: tuple[float, ...]
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> _Times | None:
+        """None: an earlier study, which has no time of the device."""
+        if "logprobs_kernels" not in found:
+            return None
+        passes = found["logprobs_seconds"], found["forward_backward_seconds"]
+        device = tuple(found[f"{part}_kernels"]["device_seconds"] for part in _PARTS)
+        return cls((*passes, max(0.0, found["step_seconds"] - passes[1])), device)
+
+    def speedup(self, plain: _Times) -> tuple[float, float]:
+        """Of both passes together, device and host: the optimizer's time is not FP8's, and its share falls with the
+        number of micro-batches."""
+        return sum(plain.device[:2]) / sum(self.device[:2]), sum(plain.host[:2]) / sum(self.host[:2])
+
+
+def _steps(report: dict[str, Any]) -> list[str]:
+    rows = []
+    for cell, found, plain in _layer_cells(report):
+        times, beside = _Times.of(found), _Times.of(plain or {})
+        if times is None:
+            continue
+        gains = ["-"] * 2 if beside is None else [f"{gain:.2f}" for gain in times.speedup(beside)]
+        host = sum(times.host)
+        rows.append([
+            cell.way, str(cell.tokens), str(cell.ranks), cell.variant or "-", _ms(host), _ms(sum(times.device)),
+            *(f"{part / host:.0%}" for part in times.host), *_largest(found), *gains,
+        ])  # fmt: skip
+    if not rows:
+        return []
+    header = [
+        "layers", "sequence", "ranks", "variant", "step ms", "kernels ms", "log-probs", "forward and backward",
+        "optimizer", "most of forward and backward", "BF16 kernels / these", "BF16 time / this time",
+    ]  # fmt: skip
+    note = " On this CPU kernels are torch's operations." if report["emulated"] else ""
+    return [
+        f"## The policy's step: shares, host and device ({place(report)})", "",
+        "Log-prob pass, forward and backward, and Adam. Step: by the clock, the host included. Kernels: their own "
+        "seconds by torch's profiler; where they are far below the step, the device waits for the host. The two right "
+        f"columns are of both passes without Adam.{note}", "", *_table(header, rows),
+    ]  # fmt: skip
+
+
+def _largest(found: dict[str, Any]) -> list[str]:
+    kernels = found["forward_backward_kernels"]
+    top = list(kernels["groups"].items())[:3]
+    return [", ".join(f"{name} {seconds / kernels['device_seconds']:.0%}" for name, seconds in top)]
+
+
+class Choice(NamedTuple):
+    """What to take for layers of a rank. ``way``: a recipe, or 'bf16'."""
+
+    ranks: int
+    tokens: int
+    way: str
+    why: str
+
+
+def choices(report: dict[str, Any]) -> list[Choice]:
+    """For every number of ranks and length: the recipe whose kernels take least time, if BF16's take more than
+    ``WORTH`` times as much; else BF16."""
+    by_place: dict[tuple[int, int], dict[str, tuple[float, float]]] = {}
+    for cell, found, plain in _layer_cells(report):
+        times, beside = _Times.of(found), _Times.of(plain or {})
+        if not (cell.variant or cell.way == BF16 or times is None or beside is None):
+            by_place.setdefault((cell.ranks, cell.tokens), {})[cell.way] = times.speedup(beside)
+    return [_choice(*where, gains) for where, gains in sorted(by_place.items())]
+
+
+def _choice(ranks: int, tokens: int, gains: dict[str, tuple[float, float]]) -> Choice:
+    best, *others = sorted(gains, key=lambda way: -gains[way][0])
+    device, host = gains[best]
+    then = ", ".join(f"{way} {gains[way][0]:.2f}" for way in others)
+    why = f"{best}: {device:.2f} on the device, {host:.2f} by the clock" + (f"; then {then}" if then else "")
+    if device <= WORTH:
+        return Choice(ranks, tokens, BF16, f"none is above {WORTH:g}; {why}")
+    if host < device / WORTH:
+        why += "; the host cannot keep up with it"
+    return Choice(ranks, tokens, best, why)
+
+
+def _choices(report: dict[str, Any]) -> list[str]:
+    found = choices(report)
+    if not found:
+        return []
+    title = ["## Which recipe to take", ""]
+    if report["emulated"]:
+        return [*title, "An emulation recommends none: its times are not those of FP8's products."]
+    rows = [[str(choice.ranks), str(choice.tokens), f"**{choice.way}**", choice.why] for choice in found]
+    return [
+        *title, "Rule: the recipe with the least time of kernels in log-prob pass, forward and backward, if BF16's "
+        f"take more than {WORTH:g} times as long; else BF16. `_mlp`: FP8 in MLPs only (`fp8.modules mlp`). Nothing is "
+        f"communicated, which takes the same time either way and makes gains smaller. {_closest(report)}", "",
+        *_table(["ranks", "sequence", "take", "why"], rows),
+    ]  # fmt: skip
+
+
+def _closest(report: dict[str, Any]) -> str:
+    """The sentence on engines; what ran counts more than what was emulated."""
+    ran = {
+        way: found["kl/rollout"] for way, found in _measured(report, "run").items() if "fp8.rollout_enable" in RUNS[way]
+    }
+    emulated = {
+        row["trainer"]: row["k3_rollout"]
+        for found in _measured(report, "mismatch").values() for row in found["cells"] if row["rollout"] == "blockwise"
+    }  # fmt: skip
+    for what, gaps in (("in runs", ran), ("emulated", emulated)):
+        if len(gaps) > 1:
+            first = min(gaps, key=lambda way: gaps[way])
+            return f"Closest to FP8 engines, {what}: {first} (kl/rollout {gaps[first]:.2e})."
+    return "Beside FP8 engines the recipe of the engines counts too: see `kl/rollout`."
+
+
+# ---- engines, runs, clocks ------------------------------------------------------------------------------------------
+
+
+def _engines(report: dict[str, Any]) -> list[str]:
+    names = {
+        "start_seconds": "start s", "first_batch_seconds": "first batch s", "again_seconds": "again s",
+        "prefill_tokens_per_second": "prefill tokens/s", "decode_tokens_per_second": "decode tokens/s",
+        "sleep_seconds": "sleep s", "wake_seconds": "wake s", "reload_seconds": "reload s",
+    }  # fmt: skip
+    rows = [
+        [way, *(f"{found[name]:.4g}" if name in found else "-" for name in names)]
+        for way, found in _measured(report, "engine").items()
+    ]
+    if not rows:
+        return []
+    settings = report["settings"]["engine"]
+    return [
+        f"## vLLM's engine ({place(report)})", "",
+        f"{settings['num_layers']} layers of these sizes, random weights, {settings['sequences']} sequences of "
+        f"{settings['prompt_tokens']} tokens and {settings['new_tokens']} more. The first batch compiles kernels. "
+        "Reload: weights read from the disk again, and quantized, after sleep of level 2 where there is a GPU; a run "
+        "gets them from the policy instead.", "", *_table(["engine", *names.values()], rows),
+    ]  # fmt: skip
+
+
+def _runs(report: dict[str, Any]) -> list[str]:
+    phases = ("step", "generate", "logprob", "train", "sync")
+    ran = [
+        [way, *(f"{found['last_step_seconds'][phase]:.3g}" if phase in found["last_step_seconds"] else "-"
+                for phase in phases), f"{found['kl/rollout']:.2e}", f"{found['mismatch/mean_abs']:.2e}"]
+        for way, found in _measured(report, "run").items()
+    ]  # fmt: skip
+    emulated = [
+        [row["trainer"], row["rollout"], f"{row['k3_rollout']:.2e}", f"{row['mean_abs']:.2e}"]
+        for found in _measured(report, "mismatch").values() for row in found["cells"]
+    ]  # fmt: skip
+    lines: list[str] = []
+    if ran:
+        words = ", ".join(f"{way}: {' '.join(RUNS[way]) or 'no FP8'}" for way in _measured(report, "run"))
+        lines += [
+            f"## Whole steps of a small random policy ({place(report)})", "", f"`train_ppo_ray`, seconds of the last "
+            f"step and its phases; kl/rollout and mean abs dlogp over all steps. {words}.", "",
+            *_table(["run", *phases, "kl/rollout", "mean abs dlogp"], ran), "",
+        ]  # fmt: skip
+    if emulated:
+        lines += [
+            "## Trainer and engine, EMULATED on both sides", "", "The same policy; completions that it has sampled "
+            "without FP8.", "", *_table(["trainer", "engine", "kl/rollout", "mean abs dlogp"], emulated),
+        ]  # fmt: skip
+    return lines
+
+
+def _clocks(report: dict[str, Any]) -> list[str]:
+    names = {"sm_mhz": "SM MHz", "memory_mhz": "memory MHz", "watts": "W", "celsius": "C"}
+    rows = []
+    for name, row in report["cells"].items():
+        if (gpu := row.get("gpu") or {}).get("samples"):
+            spans = (gpu[value] for value in names)
+            rows.append([name, str(gpu["busy_samples"]),
+                         *(f"{s['min']:g} / {s['median']:g} / {s['max']:g}" for s in spans)])  # fmt: skip
+    if not rows:
+        return []
+    return [
+        "## Clocks and power while the cells ran", "", "Least, median and largest of the samples in which the GPU was "
+        "busy (of all, if in none).", "", *_table(["cell", "busy samples", *names.values()], rows),
     ]  # fmt: skip
 
 
@@ -238,9 +441,9 @@ def _whole_model(report: dict[str, Any]) -> list[str]:
     if report["emulated"]:
         return []
     rows = [
-        [way, str(tokens), f"{found['whole_train_tokens_per_second']:.4g}",
+        [cell.way, str(cell.tokens), f"{found['whole_train_tokens_per_second']:.4g}",
          f"{found['whole_logprobs_tokens_per_second']:.4g}"]
-        for way, tokens, found, _ in _by_tokens(report)
+        for cell, found, _ in _whole(report)
     ]  # fmt: skip
     if not rows:
         return []
@@ -318,9 +521,9 @@ def _draw_errors(axes: Any, report: dict[str, Any]) -> None:
 
 
 def _draw_deviation(axes: Any, report: dict[str, Any]) -> None:
-    for way, tokens, found, plain in _by_tokens(report):
-        if way != BF16 and plain is not None:
-            axes.bar(f"{way}\n{tokens} tokens", _mean_gap(found, plain), color="tab:orange")
+    for cell, found, plain in _whole(report):
+        if cell.way != BF16 and plain is not None:
+            axes.bar(f"{cell.way}\n{cell.tokens} tokens", _mean_gap(found, plain), color="tab:orange")
     axes.set_ylabel("mean |dlogp| from fp32 layers, nats")
 
 
@@ -339,8 +542,8 @@ def _draw_ratios(axes: Any, report: dict[str, Any], published: dict[str, Any]) -
 
 def _draw_rates(axes: Any, report: dict[str, Any]) -> None:
     curves: dict[str, list[tuple[int, float]]] = {}
-    for way, tokens, found, _ in _by_tokens(report):
-        curves.setdefault(way, []).append((tokens, found["train_tokens_per_second"]))
+    for cell, found, _ in _whole(report):
+        curves.setdefault(cell.way, []).append((cell.tokens, found["train_tokens_per_second"]))
     for way, points in curves.items():
         axes.plot(*zip(*sorted(points), strict=True), "o-", label=way)
     axes.set_xlabel("tokens of a sequence")

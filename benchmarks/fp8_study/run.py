@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.fp8_study import runs
 from benchmarks.fp8_study.cells import BF16, BUILD, Cell, cells_of
 from benchmarks.fp8_study.report import write_report
 from benchmarks.fp8_study.settings import RECIPES, SettingsError, read_study
@@ -39,7 +40,6 @@ from tests.gpu.run import (
     TIME_WAS_UP,
     commit,
     ended_politely,
-    gpus,
     hardware,
     last_line,
     settle,
@@ -50,6 +50,10 @@ from tests.gpu.run import (
 
 JSON = "study.json"
 _DONE = ("passed", "skipped")
+_NEEDS = {
+    "layers": ("megatron", "pydantic"), "engine": ("vllm", "transformers"), "mismatch": ("transformers",),
+    "run": ("ray", "vllm", "openrlhf", "transformers"),
+}  # fmt: skip
 _NOT_YET = {"status": "not run", "error": "not run yet"}
 
 
@@ -58,17 +62,13 @@ _NOT_YET = {"status": "not run", "error": "not run yet"}
 
 def measure(name: str, study: dict[str, Any], machine: Machine) -> dict[str, Any]:
     """What a cell measures."""
-    kind, way, tokens = (name + "//").split("/")[:3]
-    cell = Cell(kind, way, int(tokens or 0))
-    if kind == BUILD:
+    cell = Cell.named(name)
+    if cell.kind == BUILD:
         return te_build.build(machine)
     te_build.use(machine.bundle)
     patches.apply()
     older_torch.adapt()
-    found = _measured(cell, study, machine)
-    # at once, before the clocks fall again
-    after = gpus("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu") if machine.on_gpu else []
-    return found | {"gpus_afterwards": after}
+    return _measured(cell, study, machine)
 
 
 def _measured(cell: Cell, study: dict[str, Any], machine: Machine) -> dict[str, Any]:
@@ -77,11 +77,20 @@ def _measured(cell: Cell, study: dict[str, Any], machine: Machine) -> dict[str, 
         with without_collection():
             from benchmarks.fp8_study import layers
 
-        return layers.measure(machine, cell.recipe(emulate=not machine.on_gpu), cell.tokens, study)
+        return layers.measure(machine, cell, study)
     if cell.kind == "linear":
         from benchmarks.fp8_study import linear
 
         return linear.measure(machine, RECIPES[cell.way], study["linear"])
+    if cell.kind == "engine":
+        with without_collection():
+            from benchmarks.fp8_study import rollouts
+
+        return rollouts.measure(machine, cell.way, study)
+    if cell.kind == "mismatch":
+        return runs.mismatch(machine, study)
+    if cell.kind == "run":
+        return runs.whole_step(machine, cell.way, study)
     from benchmarks.fp8_study import products
 
     if cell.kind == "scaled_mm":
@@ -113,7 +122,7 @@ def run(study: dict[str, Any], out: Path, bundle: Path | None, minutes: float) -
             continue  # what is known of it is worth more than that there was no time to try again
         report["cells"][cell.name] = row
         write(out / JSON, report)
-        print(f"{cell.name:28} {row['status']:8} {row.get('seconds', 0.0):6.1f} s  {last_line(row)}", flush=True)
+        print(f"{cell.name:34} {row['status']:8} {row.get('seconds', 0.0):6.1f} s  {last_line(row)}", flush=True)
     files = write_report(out, report)
     counts = Counter(row["status"] for row in report["cells"].values())
     said = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped", "not run"))
@@ -197,9 +206,10 @@ def _done(rows: dict[str, Any], cell: Cell) -> bool:
 def _run_cell(cell: Cell, study: dict[str, Any], out: Path, bundle: Path | None, left_s: float) -> dict[str, Any]:
     if left_s < LEAST_S:
         return {"status": "not run", "seconds": 0.0, "error": TIME_WAS_UP}
-    missing = [p for p in ("megatron", "pydantic") if cell.kind == "layers" and importlib.util.find_spec(p) is None]
-    if missing:
-        return {"status": "failed", "seconds": 0.0, "error": f"not installed here: {', '.join(missing)} (--bundle)"}
+    if missing := [package for package in _NEEDS.get(cell.kind, ()) if importlib.util.find_spec(package) is None]:
+        # layers are what the study is about; the others say more where a run is possible
+        status = "failed" if cell.kind == "layers" else "skipped"
+        return {"status": status, "seconds": 0.0, "error": f"not installed here: {', '.join(missing)} (--bundle)"}
     allowed = cell.seconds(study)
     limit = min(allowed, left_s)
     command = ["benchmarks.fp8_study.run", "--cell", cell.name, "--seconds", str(limit), "--out", str(out)]
@@ -210,7 +220,7 @@ def _run_cell(cell: Cell, study: dict[str, Any], out: Path, bundle: Path | None,
 
 def _require_active(cell: Cell, row: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
     """FP8 layers that compute what BF16's do, to the last bit, are no FP8 layers."""
-    plain = rows.get(Cell("layers", BF16, cell.tokens).name, {})
+    plain = rows.get(cell.plain.name, {})
     if cell.kind != "layers" or cell.way == BF16 or row["status"] != "passed" or plain.get("status") != "passed":
         return row
     if row["measured"]["logprobs"] != plain["measured"]["logprobs"]:

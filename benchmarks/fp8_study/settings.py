@@ -6,14 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.fp8_study.runs import RUNS
 from openrlhf_ext.fp8.recipe import Recipe
 
-KINDS = ("linear", "products", "layers")
+KINDS = ("linear", "products", "layers", "engine", "mismatch", "run")
+_NAMES = ("blockwise", "current", "delayed")
 RECIPES = {
     "blockwise": Recipe("blockwise", "e4m3"),
     "blockwise_pow2": Recipe("blockwise", "e4m3", "pow2"),
     "current": Recipe("current", "hybrid"),
     "delayed": Recipe("delayed", "hybrid"),
+    "blockwise_mlp": Recipe("blockwise", "e4m3", modules="mlp"),
+    "current_mlp": Recipe("current", "hybrid", modules="mlp"),
+    "delayed_mlp": Recipe("delayed", "hybrid", modules="mlp"),
 }
 _FOLDER = Path(__file__).parent
 
@@ -45,6 +50,10 @@ def _is_shapes(value: Any) -> bool:
     return isinstance(value, dict) and all(_is_list(shape, _is_count) and len(shape) == 2 for shape in value.values())
 
 
+def _is_variants(value: Any) -> bool:
+    return isinstance(value, list) and all(item in ("recompute", "many") for item in value)
+
+
 COUNT = Rule("a whole number of 1 or more", _is_count)
 NUMBER = Rule("a number above 0", _is_number)
 PEAK = Rule("a number above 0, or null for none", lambda value: value is None or _is_number(value))
@@ -58,7 +67,7 @@ def _some_of(names: Any) -> Rule:
 
 RULES: dict[str, Any] = {
     "kinds": _some_of(KINDS),
-    "recipes": _some_of([name for name in RECIPES if name != "blockwise_pow2"]),
+    "recipes": _some_of(_NAMES),
     "linear": {
         "tokens": COUNT, "inputs": COUNT, "outputs": COUNT, "micro_batches": COUNT, "bound": NUMBER,
         "bound_of_fp32_blocks": NUMBER,
@@ -68,8 +77,15 @@ RULES: dict[str, Any] = {
     },
     "layers": {
         "num_layers": COUNT, "hidden": COUNT, "heads": COUNT, "kv_heads": COUNT, "head_dim": COUNT, "mlp": COUNT,
-        "vocabulary": COUNT, "sequences": COUNTS, "micro_batches": COUNT, "repeats": COUNT, "whole_layers": COUNT,
+        "vocabulary": COUNT, "sequences": COUNTS, "tensor_parallel": COUNTS, "mlp_only": _some_of(_NAMES),
+        "variants": Rule("a list of some of recompute, many, or an empty one", _is_variants),
+        "micro_batches": COUNT, "many_micro_batches": COUNT, "repeats": COUNT, "whole_layers": COUNT,
         "whole_vocabulary": COUNT,
+    },
+    "engine": {"num_layers": COUNT, "sequences": COUNT, "prompt_tokens": COUNT, "new_tokens": COUNT},
+    "run": {
+        "ways": _some_of(RUNS), "steps": COUNT, "prompts": COUNT, "samples": COUNT, "new_tokens": COUNT,
+        "num_layers": COUNT, "hidden": COUNT, "heads": COUNT, "kv_heads": COUNT, "mlp": COUNT,
     },
     "peak_bf16_tflops": PEAK,
     "peak_fp8_tflops": PEAK,
@@ -138,6 +154,15 @@ def _require_divisible(study: dict[str, Any]) -> None:
         raise SettingsError(
             f"layers.heads must be a multiple of layers.kv_heads, got {layers['heads']} and {layers['kv_heads']}"
         )
+    for ranks in layers["tensor_parallel"]:
+        if layers["heads"] % ranks:
+            raise SettingsError(f"layers.heads {layers['heads']} must be a multiple of {ranks} ranks: choose fewer")
+
+
+def rank_sizes(settings: dict[str, Any], ranks: int) -> dict[str, int]:
+    """Heads, key-value heads and MLP width of one of so many tensor-parallel ranks; a key-value head is not cut."""
+    kv_heads = max(1, settings["kv_heads"] // ranks)
+    return {"heads": settings["heads"] // ranks, "kv_heads": kv_heads, "mlp": settings["mlp"] // ranks}
 
 
 def _widths(study: dict[str, Any]) -> list[tuple[str, float]]:
@@ -146,6 +171,9 @@ def _widths(study: dict[str, Any]) -> list[tuple[str, float]]:
     found += [("products.tokens", products["tokens"])]
     found += [(f"layers.{name}", layers[name]) for name in ("hidden", "head_dim", "mlp", "vocabulary")]
     found += [("layers.sequences", tokens) for tokens in layers["sequences"]]
+    for name in ("mlp", "heads"):
+        width = layers[name] * (layers["head_dim"] if name == "heads" else 1)
+        found += [(f"layers.{name} over {n} ranks", width / n) for n in layers["tensor_parallel"]]
     for cut in ("columns", "rows"):
         for name, shape in products[cut].items():
             found += [(f"products.{cut}.{name}", width) for width in shape]

@@ -66,7 +66,7 @@ def widths(option: str, model: ModelShape, config: RunConfig) -> Iterator[Violat
         return
     tp, blocks = megatron.tensor_parallel_size, fp8.recipe == "blockwise" and megatron.sequence_parallel_enable
     unit = _BLOCK if blocks else _UNIT
-    broken = {what: size for what, size in _shard_widths(model, tp).items() if size % unit}
+    broken = {what: size for what, size in _shard_widths(model, tp, fp8.modules).items() if size % unit}
     if not broken:
         return
     names = ["fp8.enable", option, "megatron.tensor_parallel_size"]
@@ -82,15 +82,15 @@ def widths(option: str, model: ModelShape, config: RunConfig) -> Iterator[Violat
         f"megatron.tensor_parallel_size {tp} has {sizes}; {remedy}")
 
 
-def _shard_widths(model: ModelShape, tp: int) -> dict[str, float]:
+def _shard_widths(model: ModelShape, tp: int, modules: str) -> dict[str, float]:
     """Sides of the weights of a layer that one tensor-parallel rank holds; not whole where another rule is broken."""
     heads = model.num_heads * model.head_dim
-    return {
-        "hidden size": model.hidden_size,
+    mlp = {"hidden size": model.hidden_size, "MLP width": model.ffn_hidden_size / tp}
+    attention = {
         "rows of q, k and v": (heads + 2 * model.num_kv_heads * model.head_dim) / tp,
         "columns of the output projection": heads / tp,
-        "MLP width": model.ffn_hidden_size / tp,
     }
+    return mlp if modules == "mlp" else mlp | attention
 
 
 def lines(config: RunConfig, model: ModelShape | None) -> Iterator[str]:

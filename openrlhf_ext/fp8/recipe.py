@@ -16,6 +16,7 @@ RECIPES = ("blockwise", "current", "delayed")
 FORMATS = ("e4m3", "hybrid")
 SCALES = ("fp32", "pow2")
 AMAX_ALGORITHMS = ("max", "most_recent")
+MODULES = ("all", "mlp")
 BLOCK = 128  # entries along a side of a block, 'blockwise'
 WEIGHT_COPY_BYTES = 2
 """Hopper's FP8 products read both operands row by row, so TransformerEngine keeps a weight and its transpose."""
@@ -52,11 +53,13 @@ class Recipe:
     amax_history_len: int = 1024  # delayed: micro-batches that are remembered
     amax_compute_algo: str = "max"  # delayed: the largest of them, or the 'most_recent'
     bf16_layers: BF16Layers = BF16Layers()  # decoder layers that are left out
+    modules: str = "all"  # of the other layers; or 'mlp': q, k, v and output of attention are left out
     emulate: bool = False  # in plain torch on any machine; else TransformerEngine
 
     def __post_init__(self) -> None:
         for field, choices in (
             ("name", RECIPES), ("format", FORMATS), ("scales", SCALES), ("amax_compute_algo", AMAX_ALGORITHMS),
+            ("modules", MODULES),
         ):  # fmt: skip
             if getattr(self, field) not in choices:
                 raise ValueError(f"{field} must be one of {', '.join(choices)}, got {getattr(self, field)!r}")
@@ -86,7 +89,8 @@ class Recipe:
     @property
     def label(self) -> str:
         """For progress lines and records: 'blockwise e4m3 fp32, EMULATED'."""
-        return f"{self.name} {self.format} {self.scales}" + (", EMULATED" if self.emulate else "")
+        only, emulated = ", MLPs only" if self.modules == "mlp" else "", ", EMULATED" if self.emulate else ""
+        return f"{self.name} {self.format} {self.scales}{only}{emulated}"
 
 
 QUERY, KEY, VALUE, PROJECTION = (f"self_attn.{name}_proj.weight" for name in "qkvo")

@@ -64,6 +64,16 @@ def test_delayed_scaling_leaves_no_layers_in_bf16(problems, emulate):
     assert "use fp8.recipe blockwise or current" in message
 
 
+def test_mlps_only_are_the_policys_not_the_engines(problems, load, run_dir):
+    only = ("--fp8.modules", "mlp")
+    assert load(*FP8, *only).fp8.training_recipe == Recipe(modules="mlp")
+    (message,) = problems(*FP8, *ROLLOUT, *only)
+    assert "fp8.modules mlp needs engines without FP8" in message and "use fp8.modules all" in message
+    assert problems(*FP8, "--fp8.modules", "attention"), "there is no such choice"
+    write_model(run_dir, num_key_value_heads=1, head_dim=36)
+    assert problems(*FP8, *TP2) != [] and problems(*FP8, *TP2, *only) == [], "attention may have any width"
+
+
 @pytest.mark.parametrize("side", ["start", "end"])
 def test_bf16_layers_fit_into_a_pipeline_stage(problems, side):
     name = f"fp8.layers_in_bf16_{side}"
@@ -127,10 +137,11 @@ def test_options_of_another_recipe_are_refused(problems, leaf, value, recipe):
 
 def test_options_without_fp8_have_no_effect(load):
     words = ("--fp8.emulate", "--fp8.recipe", "current", "--fp8.format", "e4m3", "--fp8.scales", "pow2",
-             "--fp8.margin", "1", "--fp8.amax_history_len", "4", "--fp8.amax_compute_algo", "max")  # fmt: skip
+             "--fp8.margin", "1", "--fp8.amax_history_len", "4", "--fp8.amax_compute_algo", "max", "--fp8.modules",
+             "mlp")  # fmt: skip
     for first in ((), ROLLOUT):
         warnings = load(*first, *words).warnings
-        assert len(warnings) == 7
+        assert len(warnings) == 8
         assert all(" has no effect: got " in w and "and fp8.enable is off; set fp8.enable" in w for w in warnings)
     layers = ("--fp8.layers_in_bf16_start", "1", "--fp8.layers_in_bf16_end", "1")
     assert load(*ROLLOUT, *layers).warnings == load(*FP8, *layers).warnings == ()

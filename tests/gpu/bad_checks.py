@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.calls import Check
-from tests.gpu.kit import Machine, NotHere
+from tests.gpu.kit import Machine, NotHere, TimeUp
 
 NAME = "tests.gpu.bad_checks"
 
@@ -49,6 +49,14 @@ def unwritable(machine: Machine) -> dict[str, Any]:
     return {"device": machine.device}
 
 
+def partial(machine: Machine) -> dict[str, Any]:
+    raise TimeUp("half is there", {"half": 1})
+
+
+def always(machine: Machine) -> dict[str, Any]:
+    return {}
+
+
 CHECKS = (
     *(Check(f"{NAME}:{name}", 1, 60) for name in ("wrong", "crashing", "leaving", "unwritable")),
     Check(f"{NAME}:hanging", 1, 12),  # a process takes two or three seconds to begin
@@ -57,4 +65,6 @@ CHECKS = (
     Check(f"{NAME}:good", 1, 60),
     Check(f"{NAME}:hanging", 3, 600),
     Check(f"{NAME}:elsewhere", 3, 60),
+    Check(f"{NAME}:partial", 4, 60),
+    Check(f"{NAME}:always", 4, 60, always=True),
 )

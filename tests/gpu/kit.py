@@ -21,6 +21,15 @@ class Partly(Exception):
         self.measured = measured
 
 
+class TimeUp(Exception):
+    """Time was up before all was measured; the text says how much was. The check counts as not run, the rest is
+    kept."""
+
+    def __init__(self, problem: str, measured: dict) -> None:
+        super().__init__(problem)
+        self.measured = measured
+
+
 @dataclass(frozen=True)
 class Machine:
     """Where a check runs.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.gpu.kernels import attention_backend
 from tests.gpu.kit import Machine, NotHere
 from tests.gpu.one_rank import one_rank
 
@@ -26,6 +27,7 @@ _TINY_LENGTHS = [(4, 9), (3, 1), (1, 14), (2, 5), (9, 3), (5, 7), (4, 4), (9, 20
 def parity(machine: Machine) -> dict:
     """Log-probs and all gradients of a pack, head sizes 64 and 128, grouped heads, every way to recompute."""
     measured: dict[str, Any] = {}
+    attention: dict[str, Any] = {}
     with one_rank(machine) as policies:
         for head_dim in (64, 128):
             model = _model(machine, policies, head_dim)
@@ -43,7 +45,8 @@ def parity(machine: Machine) -> dict:
                 result[mode] = policies.differences(found, reference)
                 policies.require(result[mode], allowed, f"head size {head_dim}, recompute {mode}")
             measured[f"head size {head_dim}"] = result
-    return measured
+            attention[f"head size {head_dim}"] = attention_backend(())["transformer_engine"]
+    return measured if not machine.on_gpu else measured | {"attention": attention}
 
 
 def adapters(machine: Machine) -> dict:
@@ -118,6 +121,34 @@ def training(machine: Machine) -> dict:
                 module.fuse_wgrad_accumulation = True
         policies.require(measured["four micro-batches"], allowed, "four micro-batches")
         measured["offload"] = _offload(policies, policy, batch, loss)
+    return measured
+
+
+def waits(machine: Machine) -> dict:
+    """The host does not wait for the device in forward, backward and log-prob pass where packs share prompts, with and
+    without adapters; ``waits.micro_batches`` holds every estimator to it, on plain layers."""
+    measured: dict[str, Any] = {"mode": "error" if machine.on_gpu else "none on a CPU"}
+    with one_rank(machine) as policies:
+        from tests.gpu.waits import Unwaiting, the_mode_works  # Megatron comes with it: see ``one_rank``
+
+        if machine.on_gpu:
+            the_mode_works(machine.device)
+        model = _model(machine, policies, 64)
+        batch, loss = policies.random_batch([(40, 60), (40, 9), (40, 84), (7, 30)], model.vocab_size)
+        names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        kind = type("UnwaitingRandomPolicy", (Unwaiting, policies.RandomPolicy), {})
+        for name, lora in (("all weights", None), ("adapters", policies.Adapter(16, 32.0, 0.0, names))):
+            policy = _policy(machine, policies, model, lora=lora, kind=kind, max_tokens=1024)
+            for strict in (False, True):  # the first of each kernel may wait, to compile
+                policy.strict = strict
+                try:
+                    policy.accumulate_gradients(batch, loss, loss)
+                    policy.logprobs(batch)
+                except RuntimeError as error:
+                    if "synchronizing" not in str(error):
+                        raise
+                    raise AssertionError(f"{name}: the host waits for the device in the micro-batches") from error
+            measured[name] = policy.layers
     return measured
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 from typing import Any
 
 import torch
@@ -68,6 +70,44 @@ def _free_bytes(machine: Machine) -> int:
 def _step(policy: MegatronPolicy, batch: SequenceBatch, weights_N: Tensor) -> dict[str, float]:
     shaped = WeightedLogprob(weights_N, batch.responses)
     return policy.train_step(batch, shaped, shaped)
+
+
+def context(machine: Machine) -> dict[str, Any]:
+    """Bytes of the device that another process takes by using CUDA at all, and by a product of cuBLAS.
+
+    Raises:
+        NotHere: there is no GPU.
+    """
+    machine.need_gpu("CUDA's context")
+    torch.ones((), device=machine.device)  # this process has its own before anything is counted
+    free = [_free_bytes(machine)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _CONTEXT], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        for step in ("context", "product"):
+            assert process.stdout.readline() == f"{step}\n", "the process ended early"
+            free.append(_free_bytes(machine))
+            process.stdin.write("\n")
+            process.stdin.flush()
+    finally:
+        process.kill()
+        process.wait()
+    return {"context_bytes": free[0] - free[1], "with_a_product_bytes": free[0] - free[2]}
+
+
+_CONTEXT = """
+import torch
+one = torch.ones((), device="cuda")
+torch.cuda.synchronize()
+print("context", flush=True)
+input()
+matrix = torch.ones(256, 256, device="cuda", dtype=torch.bfloat16)
+torch.cuda.synchronize(), matrix @ matrix, torch.cuda.synchronize()
+print("product", flush=True)
+input()
+"""
 
 
 def checkpoint(machine: Machine) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -116,6 +117,8 @@ def random_policy(
     optimizer: Actor = OPTIMIZER,
     fp8: Recipe | None = None,
     lora: Adapter | None = None,
+    kind: type[RandomPolicy] = RandomPolicy,
+    train: Mapping[str, Any] = MappingProxyType({}),
 ) -> RandomPolicy:
     """A policy that can be trained.
 
@@ -124,16 +127,19 @@ def random_policy(
         max_tokens: of a micro-batch, instead of ``micro_batch_size`` sequences.
         fp8: of the decoder's linear layers.
         lora: adapters, with B off zero, where A would have no gradient.
+        kind: its class.
+        train: further fields of ``Train``.
     """
     with tempfile.TemporaryDirectory() as folder, plain_layers() if plain else nullcontext():
         settings = ModelSettings(
             str(model.write(Path(folder))), ParallelLayout(1),
             Megatron(param_dtype=dtype, rope_fusion=rope_fusion, share_prompts_enable=not plain, **recompute),
-            Rollout(micro_batch_size=micro_batch_size), micro_batches(micro_batch_size, max_tokens),
+            Rollout(micro_batch_size=micro_batch_size),
+            micro_batches(micro_batch_size, max_tokens).model_copy(update=dict(train)),
             (*(() if fp8 is None else (FP8Layers(fp8),)), *(() if lora is None else (LoRALayers(lora),))),
             optimizer=optimizer, updates=100,
         )  # fmt: skip
-        policy = RandomPolicy(settings)
+        policy = kind(settings)
     for name, parameter in policy.chunks[0].named_parameters():
         if name.endswith("lora_b"):
             parameter.data.copy_(drawn(name, parameter).mul_(0.1))

@@ -3,8 +3,11 @@
     bash tests/gpu/run.sh --call 1 --minutes 8 --output gpu.json --bundle FOLDER
 
 The file is written after every check, so that a run that is ended keeps what it has. A check that crashes, hangs or
-raises has failed alone; the others go on. Exit code 0: nothing failed, everything ran or was skipped with its reason,
-something passed; 1: a check failed, or none passed; 2: time was up before the last check.
+raises has failed alone; the others go on. With --skip-passed FILE what passed in that earlier report is not run again:
+its measurements are carried over as 'passed before', with the commit that they are of, which may be another one, as
+what failed between two calls is mended; another GPU or another torch may not. Exit code 0: nothing failed, everything
+ran or was skipped with its reason, something passed; 1: a check failed, or all were skipped; 2: time was up before the
+last check, whether or not one had passed.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ from openrlhf_ext import patches
 from openrlhf_ext.imports import without_collection
 from tests.gpu import older_torch
 from tests.gpu.calls import Check
-from tests.gpu.kit import Machine, NotHere, Partly
+from tests.gpu.kit import Machine, NotHere, Partly, TimeUp
+from tests.gpu.watch import watched
 
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = (
@@ -50,6 +54,7 @@ LEAST_S = 5.0  # to import torch and begin
 _SAY_S = 3.0
 _OUTPUT_CHARACTERS = 4000
 TIME_WAS_UP = "not run: time was up"
+CARRIED = "passed before"
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class Plan:
     output: Path
     bundle: Path | None
     only: str | None
+    skip_passed: Path | None
 
 
 # ---- one check, in its own process ----------------------------------------------------------------------------------
@@ -88,6 +94,9 @@ def settle(work: Callable[[], Any], result: Path) -> NoReturn:
         outcome = {"status": "passed", "measured": json.loads(json.dumps(work()))}
     except NotHere as error:
         outcome = {"status": "skipped", "error": str(error)}
+    except TimeUp as error:
+        outcome = {"status": "not run", "error": f"{TIME_WAS_UP}: {error}"}
+        outcome["measured"] = json.loads(json.dumps(error.measured))
     except BaseException as error:  # SystemExit too: nothing that a check does may pass for a success
         outcome = {"status": "failed", "error": "".join(traceback.format_exception(error))}
         if isinstance(error, Partly):
@@ -156,13 +165,14 @@ def run_one(check: Check, left_s: float, bundle: Path | None) -> dict[str, Any]:
         return {"status": "not run", "seconds": 0.0, "error": TIME_WAS_UP}
     limit = min(check.seconds, left_s)
     command = ["tests.gpu.run", "--check", check.name, "--seconds", str(limit)]
-    return supervised([*command, *(["--bundle", str(bundle)] if bundle else [])], limit, check.seconds)
+    words = [*command, *(["--bundle", str(bundle)] if bundle else [])]
+    return supervised(words, limit, check.seconds, dict(check.environment))
 
 
 def supervised(
     command: Sequence[str], limit: float, allowed: float, environment: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """What came of a process of our own: status, seconds, measurements or error.
+    """What came of a process of our own: status, seconds, measurements or error, and the GPU's clocks meanwhile.
 
     Args:
         command: a module and its arguments; ``--result FILE`` is added, for ``settle``.
@@ -171,7 +181,7 @@ def supervised(
         environment: variables of its own.
     """
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, watched() as gpu:
         process = Process(command, Path(folder), environment)
         try:
             outcome = process.outcome(limit)
@@ -182,7 +192,7 @@ def supervised(
             process.end()
         if outcome["status"] in ("failed", "not run"):
             outcome["output"] = process.output()
-    return {**outcome, "seconds": round(time.monotonic() - start, 2)}
+    return {**outcome, "seconds": round(time.monotonic() - start, 2), **({"gpu": gpu} if gpu else {})}
 
 
 def _late(limit: float, allowed: float) -> dict[str, Any]:
@@ -213,6 +223,37 @@ def chosen(plan: Plan) -> list[Check]:
     return found
 
 
+def passed_before(file: Path, here: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What passed in an earlier report, by name, with the commit that it is of.
+
+    Args:
+        here: this report so far.
+
+    Raises:
+        SystemExit: the file is no report, or one of another GPU or another torch.
+    """
+    try:
+        earlier = json.loads(file.read_text())
+        checks = {name: dict(check) for name, check in earlier["checks"].items()}
+        passed = {name: check for name, check in checks.items() if check["status"] in ("passed", CARRIED)}
+        pairs = [(_device(of), of["versions"]["torch"]) for of in (earlier, here)]
+        made = earlier["commit"]["commit"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise SystemExit(
+            f"--skip-passed must be a file that an earlier call wrote, {file} is none ({problem})"
+        ) from error
+    if pairs[0] != pairs[1]:
+        there, now = (" with torch ".join(pair) for pair in pairs)
+        raise SystemExit(f"--skip-passed {file} was measured on {there}, this is {now}: leave it out")
+    return {name: {"of_commit": made, **check, "status": CARRIED} for name, check in passed.items()}
+
+
+def _device(report: dict[str, Any]) -> str:
+    gpus = [str(gpu.get("name")) for gpu in report["hardware"]["gpus"]]
+    return ", ".join(gpus) or report["hardware"]["cpu"]
+
+
 def run(plan: Plan) -> int:
     """Runs all, writes the file after each, and says how it went. Returns the exit code."""
     checks = chosen(plan)
@@ -224,10 +265,13 @@ def run(plan: Plan) -> int:
         "settings": {name: _plain(value) for name, value in vars(plan).items()},
         "checks": {check.name: {"status": "not run", "error": "the run was ended before it"} for check in checks},
     }
+    before = {} if plan.skip_passed is None else passed_before(plan.skip_passed, report)
+    carried = {check.name: before[check.name] for check in checks if check.name in before and not check.always}
+    report["checks"] |= carried
     write(plan.output, report)
     deadline = time.monotonic() + 60 * plan.minutes
     width = max(len(check.name) for check in checks)
-    for check in checks:
+    for check in (check for check in checks if check.name not in carried):
         outcome = run_one(check, deadline - time.monotonic(), plan.bundle)
         report["checks"][check.name] = outcome
         write(plan.output, report)
@@ -236,10 +280,10 @@ def run(plan: Plan) -> int:
         )
     counts = Counter(outcome["status"] for outcome in report["checks"].values())
     said = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped", "not run"))
-    print(f"{said}; {plan.output}", flush=True)
-    if counts["failed"] or not counts["passed"]:
+    print(f"{said}{f', {len(carried)} {CARRIED}' if carried else ''}; {plan.output}", flush=True)
+    if counts["failed"]:
         return 1
-    return 2 if counts["not run"] else 0
+    return 2 if counts["not run"] else 0 if counts["passed"] + len(carried) else 1
 
 
 def last_line(outcome: dict[str, Any]) -> str:
@@ -322,6 +366,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("gpu.json"))
     parser.add_argument("--bundle", type=Path, help="folder that bundle.sh made: wheels, goldens")
     parser.add_argument("--only", help="checks whose names contain one of these words (a,b), of any call")
+    parser.add_argument("--skip-passed", type=Path, metavar="FILE", help="an earlier --output: what passed there stays")
     parser.add_argument("--calls", default="tests.gpu.calls", help="module with the list of checks")
     parser.add_argument("--check", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
@@ -334,7 +379,9 @@ def main() -> None:
         run_check(args.check, args.seconds, bundle, args.result)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what a process with a GPU would dump is large
     with ended_politely():
-        plan = Plan(args.calls, args.call, args.minutes, args.output.resolve(), bundle, args.only)
+        plan = Plan(
+            args.calls, args.call, args.minutes, args.output.resolve(), bundle, args.only, args.skip_passed
+        )  # fmt: skip
         raise SystemExit(run(plan))
 
 

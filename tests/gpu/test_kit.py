@@ -84,6 +84,8 @@ def test_a_check_of_the_policy_and_one_that_needs_a_gpu_on_a_cpu_without_ray_and
 def test_every_check_is_where_the_list_says() -> None:
     """Read, not imported, which takes long: call 1's are imported above, those of calls 2 and 3 by test_layers.py."""
     importlib.import_module("tests.gpu.study")  # call 4's
+    names = [(check.name, check.call) for check in calls.CHECKS]
+    assert len(set(names)) == len(names)
     for check in calls.CHECKS:
         module, function = check.name.split(":")
         tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
@@ -114,9 +116,64 @@ def test_what_has_no_time_left_is_not_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("CHILD_FILE", str(tmp_path / "child"))
     code = main(monkeypatch, tmp_path / "gpu.json", "--calls", BAD, "--call", "3", "--minutes", "0.12")
     cut, none = json.loads((tmp_path / "gpu.json").read_text())["checks"].values()
-    assert (cut["status"], none["status"]) == ("not run", "not run") and code == 1, "nothing passed"
+    assert (cut["status"], none["status"]) == ("not run", "not run")
+    assert code == 2, "nothing passed, and nothing failed either: the next call goes on"
     assert cut["error"].startswith("not run: time was up after 7 of its 600 s")
     assert none["error"] == "not run: time was up"
+
+
+def test_what_passed_before_is_not_run_again_and_the_clocks_of_what_runs_are_kept(tmp_path: Path, monkeypatch) -> None:
+    """With a stand-in for nvidia-smi, which says the GPU's name, and then its clocks as long as a check runs."""
+    (tmp_path / "nvidia-smi").write_text(_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    output, words = tmp_path / "gpu.json", ("--calls", BAD, "--only", ":good,:partial,:always")
+    assert main(monkeypatch, output, *words) == 2, "a check had no time for all that it measures"
+    first = json.loads(output.read_text())
+    good, partial, always = first["checks"].values()
+    assert good["gpu"]["busy_samples"] > 1 and good["gpu"]["sm_mhz"] == {"min": 1500.0, "median": 1980.0, "max": 1980.0}
+    assert partial["status"] == "not run" and partial["measured"] == {"half": 1}
+    assert "time was up: half is there" in partial["error"]
+    first["commit"]["commit"] = "an earlier one"
+    output.write_text(json.dumps(first))
+    assert main(monkeypatch, output, *words, "--skip-passed", str(output)) == 2, "its own file may be the earlier one"
+    carried, partial, again = json.loads(output.read_text())["checks"].values()
+    assert carried == {**good, "status": "passed before", "of_commit": "an earlier one"}
+    assert (always["status"], partial["status"], again["status"]) == ("passed", "not run", "passed"), "these ran again"
+    assert main(monkeypatch, output, "--calls", BAD, "--only", ":good", "--skip-passed", str(output)) == 0
+    assert json.loads(output.read_text())["checks"] == {f"{BAD}:good": carried}, "carried over twice, of one commit"
+
+
+_SMI = """#!/bin/sh
+case "$*" in
+*loop-ms*) echo "1200, 2619, 90.5, 40, 3"; echo "1500, 2619, 600.0, 60, 97"
+           while true; do echo "1980, 2619, 650.5, 61, 99"; sleep 0.2; done;;
+*) echo "A GPU, 80 GiB, 1.0, 700 W, 1980 MHz, 2619 MHz";;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"must be a file that an earlier call wrote, .* is none \(FileNotFoundError"),
+        ('{"checks": {"a": ', r"is none \(JSONDecodeError"),
+        ("[1, 2]", r"is none \(TypeError"),
+        ('{"cells": {}}', r"is none \(KeyError: 'checks'"),
+        (
+            '{"checks": {}, "commit": {"commit": "a"}, "versions": {"torch": "1.0"}, "hardware": {"gpus": [{"name": '
+            '"H9"}]}}',
+            "was measured on H9 with torch 1.0, this is .*: leave it out",
+        ),
+    ],
+)  # fmt: skip
+def test_an_earlier_report_that_is_none_is_refused(tmp_path: Path, monkeypatch, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "earlier.json").write_text(text)
+    words = ("--calls", BAD, "--only", ":good", "--skip-passed", str(tmp_path / "earlier.json"))
+    said = main(monkeypatch, tmp_path / "gpu.json", *words)
+    assert re.search(message, str(said)) and "\n" not in str(said), said
+    assert not (tmp_path / "gpu.json").exists()
 
 
 def test_a_run_that_is_ended_keeps_what_it_has_and_leaves_no_process(tmp_path: Path) -> None:

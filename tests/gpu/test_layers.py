@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from tests.gpu import layers, size
+from tests.gpu import kernels, layers, size
 from tests.gpu.kit import Machine, NotHere
 from tests.gpu.one_rank import one_rank
 
@@ -80,6 +81,60 @@ def test_packs_of_many_shapes_twice():
 def test_the_fused_rotary_embedding_needs_a_gpu():
     with pytest.raises(NotHere, match="rotary embedding needs a GPU"):
         layers.rope(CPU)
+
+
+def test_ways_to_choose_from_agree_and_one_that_computes_otherwise_is_found(monkeypatch):
+    measured = size.choices(CPU)
+    ways = ("default", "head two_pass", "rotary fused, prompts shared")
+    assert all(measured[way]["forward_backward_seconds"] > 0 for way in ways)
+
+    @contextmanager
+    def spoiled(machine, policy):
+        weight = policy.chunks[0].decoder.layers[0].mlp.linear_fc2.weight.data
+        weight.mul_(2)
+        yield
+        weight.div_(2)
+
+    monkeypatch.setattr(size, "_two_pass", spoiled)
+    with pytest.raises(AssertionError, match="head two_pass: log-probs differ by"):
+        size.choices(CPU)
+
+
+def test_where_the_time_goes_and_what_travels():
+    profile = size.profiles(CPU)["256 tokens"]
+    for part in ("forward_backward", "logprobs"):
+        groups = profile[part]["groups"]
+        assert profile[part]["seconds"] == pytest.approx(sum(groups.values())) and {"products", "attention"} <= set(
+            groups
+        )
+    assert profile["logprobs"]["attention"]["transformer_engine"] is None
+    assert any("attention" in name for name in profile["logprobs"]["attention"]["kernels"])
+    measured = size.host_memory(CPU)
+    # bf16 weights, fp32 masters and two moments: 2 + 12 bytes; gradients do not travel
+    assert measured["travelled_bytes"] == pytest.approx(14 * measured["parameters"], rel=0.01)
+    assert layers.waits(CPU) == {"mode": "none on a CPU", "all weights": "plain", "adapters": "plain"}
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x128", "attention"),
+        ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
+        ("_statistics_kernel", "head"),
+        ("void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel", "norms"),
+        ("void transformer_engine::fused_rope_forward_kernel<bf16>", "rotary"),
+        ("void transformer_engine::block_scaled_1d_cast_transpose_kernel", "quantization"),
+        ("void transformer_engine::gated_kernel<swiglu>", "swiglu"),
+        ("void multi_tensor_apply_kernel<AdamFunctorMaster>", "optimizer"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("void at::native::reduce_kernel<512, 1>", "reductions"),
+        ("void at::native::vectorized_elementwise_kernel<4>", "elementwise and others"),
+    ],
+)
+def test_kernels_are_told_apart_by_their_names(name, group):
+    assert kernels.group_of(name) == group
 
 
 def test_the_rank_of_the_32b_recipe_in_small(monkeypatch):

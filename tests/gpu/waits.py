@@ -42,7 +42,7 @@ def _no_waits(device: torch.device, strict: bool) -> Iterator[None]:
 def micro_batches(machine: Machine) -> dict[str, Any]:
     """Forward and backward of every estimator, and the log-prob pass; the first of each kernel may wait, to compile."""
     if machine.on_gpu:
-        _the_mode_works(machine.device)
+        the_mode_works(machine.device)
     with tiny_folder() as folder:
         make_tiny_model(folder, "qwen3", layers=2)
         policy = build({"model": str(folder), "dtype": "bf16", "micro_batch_size": 4}, Unwaiting)
@@ -69,7 +69,7 @@ def micro_batches(machine: Machine) -> dict[str, Any]:
     return {**facts(policy), "mode": "error" if machine.on_gpu else "none on a CPU", "seconds": seconds}
 
 
-def _the_mode_works(device: torch.device) -> None:
+def the_mode_works(device: torch.device) -> None:
     """A read that waits is an error under it: otherwise this check could not fail."""
     one = torch.ones((), device=device)
     try:

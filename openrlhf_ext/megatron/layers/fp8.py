@@ -33,7 +33,8 @@ _BLOCKWISE_CUDA = (12, 9)
 _CODES_THAT_MAY_DIFFER = 0.005
 """A scale may be rounded in another order, and decides for values of bf16 that lie midway between two codes: one last
 bit of all scales changes 0.1 to 0.4 % of the codes; another recipe changes a quarter."""
-_KINDS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+_ATTENTION, _MLP = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
+_KINDS = (*_ATTENTION, *_MLP)
 
 
 class FP8Unavailable(RuntimeError):
@@ -103,8 +104,8 @@ def prove(decoder: torch.nn.Module, recipe: Recipe, first_layer: int, num_layers
     problems = []
     for path, module in linear_layers(decoder).items():
         number = first_layer + int(path.split(".")[1])
-        wanted = not recipe.bf16_layers.has(number, num_layers)
         kind = path.rpartition(".")[2]
+        wanted = not recipe.bf16_layers.has(number, num_layers) and (recipe.modules == "all" or kind in _MLP)
         problems += _type_problems(path, module, wanted, recipe.emulate)
         if wanted and not recipe.emulate and kind not in proven:
             proven.add(kind)
@@ -146,7 +147,7 @@ class FP8Layers(LayerConverter):
 
     name = "fp8"
     state_title = "delayed FP8 scaling"
-    state_options = "fp8.amax_history_len and fp8.emulate"
+    state_options = "fp8.amax_history_len, fp8.modules and fp8.emulate"
 
     @property
     def own_layers(self) -> bool:  # type: ignore[override]  # depends on the recipe
@@ -194,11 +195,16 @@ class FP8Layers(LayerConverter):
     def convert(self, layer: ModuleSpec, number: int, num_layers: int) -> None:
         from openrlhf_ext.megatron.layers.emulated import emulated_linears
 
+        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+        everywhere = self.recipe.modules == "all"
         if self.recipe.emulate and not self.recipe.bf16_layers.has(number, num_layers):
-            column, row = emulated_linears(self.recipe)
-            attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
-            attention.linear_qkv = mlp.linear_fc1 = column
-            attention.linear_proj = mlp.linear_fc2 = row
+            linears = emulated_linears(self.recipe)
+            mlp.linear_fc1, mlp.linear_fc2 = linears
+            if everywhere:
+                attention.linear_qkv, attention.linear_proj = linears
+        elif not (self.recipe.emulate or everywhere):
+            for name in _ATTENTION:
+                setattr(attention, name, without_fp8(getattr(attention, name)))
 
     def start(self, chunks: Sequence[GPTModel], compute: Callable[[bool], None]) -> None:
         from openrlhf_ext.megatron.layers.emulated import follow_micro_batches
@@ -254,6 +260,7 @@ class FP8Layers(LayerConverter):
         return 128 if self.recipe.blockwise and pieces > 1 else 16
 
     def kept_per_weight(self, number: int, num_layers: int) -> int:
+        """Of MLPs only, too much: attention's weights have no copies then, and are counted."""
         return 0 if self.recipe.emulate or self.recipe.bf16_layers.has(number, num_layers) else WEIGHT_COPY_BYTES
 
     def drop_kept(self, model: torch.nn.Module) -> None:
@@ -262,6 +269,19 @@ class FP8Layers(LayerConverter):
 
     def hf_config(self) -> dict[str, Any]:
         return {"trained_in_fp8": self.recipe.label}
+
+
+def without_fp8(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """TransformerEngine's layer as it is outside of FP8, within too: Megatron enters FP8 for whole layers, or for the
+    whole decoder, where scales are moved by the outermost context alone (quantization.py:600 of 2.11)."""
+
+    def forward(self: torch.nn.Module, *args: Any, **named: Any) -> Any:
+        from transformer_engine.pytorch import fp8_autocast  # type: ignore[import-not-found]
+
+        with fp8_autocast(enabled=False):
+            return linear.forward(self, *args, **named)
+
+    return type(linear.__name__, (linear,), {"forward": forward})
 
 
 def _held(layer: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

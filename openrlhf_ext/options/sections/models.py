@@ -24,7 +24,7 @@ class FP8(Section):
     """FP8 in the linear layers of the decoder; embedding, head, norms, attention and the critic stay as they are."""
 
     needs = {"fp8.enable | fp8.rollout_enable": _BF16_LAYERS,
-        "fp8.enable": ("emulate", "recipe", "format", "scales", *_DELAYED_ONLY)}
+        "fp8.enable": ("emulate", "recipe", "format", "scales", "modules", *_DELAYED_ONLY)}
 
     enable: bool = added(False, "train with FP8 linear layers (TransformerEngine's, or emulated with fp8.emulate)")
     emulate: bool = added(False,
@@ -38,6 +38,8 @@ class FP8(Section):
         default_text="fp32")
     layers_in_bf16_start: Int = added(0, "decoder layers at the start without FP8, in training and rollout", ge=0)
     layers_in_bf16_end: Int = added(0, "decoder layers at the end without FP8, in training and rollout", ge=0)
+    modules: Literal["all", "mlp"] = added("all",
+        "linear layers with FP8: all, or mlp, without those of attention, whose shards tensor parallelism makes narrow")
     margin: Int | None = added(None, "with fp8.recipe delayed: scales are 2^margin smaller than would fit", ge=0,
         default_text="0")
     amax_history_len: Int | None = added(None, "with fp8.recipe delayed: micro-batches that are remembered", ge=1,
@@ -66,6 +68,7 @@ class FP8(Section):
             self.recipe,
             self.format or ("e4m3" if self.recipe == "blockwise" else "hybrid"),
             bf16_layers=self.bf16_layers,
+            modules=self.modules,
             emulate=self.emulate,
             **{name: value for name, value in own.items() if value is not None},  # type: ignore[arg-type]
         )
@@ -78,6 +81,10 @@ class FP8(Section):
 
     def violations(self) -> Iterator[Violation]:
         if self.enable:
+            if self.modules == "mlp" and self.rollout_enable:
+                yield Violation(("fp8.modules", "fp8.rollout_enable"),
+                    "fp8.modules mlp needs engines without FP8, which would have it in attention too: got "
+                    "fp8.rollout_enable true; leave it out, or use fp8.modules all")
             yield from self._delayed_violations()
             yield from self._foreign_violations()
 

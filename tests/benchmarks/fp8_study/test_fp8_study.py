@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.fp8_study import engine, linear, products
 from benchmarks.fp8_study import run as fp8_study
 from benchmarks.fp8_study.cells import Cell, cells_of
-from benchmarks.fp8_study.report import write_report
+from benchmarks.fp8_study.report import choices, write_report
 from benchmarks.fp8_study.settings import RECIPES, SettingsError, read_study
 from openrlhf_ext.fp8.quantize import Grid, Products
 from openrlhf_ext.fp8.recipe import Recipe
@@ -93,16 +93,29 @@ def study(tmp_path: Path) -> Study:
 def test_a_sweep_on_a_cpu_is_emulated_says_so_and_goes_on_where_it_ended(study: Study) -> None:
     options = (
         "recipes: [current]\nlinear: {tokens: 64}\nproducts: {tokens: 64, tensor_parallel: [1], repeats: 1}\n"
-        "layers: {num_layers: 1, sequences: [32], repeats: 1}\n"
+        "layers: {num_layers: 1, sequences: [32], tensor_parallel: [2], variants: [many], repeats: 1}\n"
+        "run: {ways: [engines]}\n"
     )
     (study.folder / "sitecustomize.py").write_text(WITHOUT)
     code, text = study.command(options, "--minutes", str(PATIENCE_S / 60), PYTHONPATH=str(study.folder))
+    elsewhere = ["engine/bf16", "engine/blockwise", "mismatch/emulated", "run/engines"]
     names = ["linear/current", "products/current", "scaled_mm/blockwise", "scaled_mm/rowwise", "scaled_mm/tensorwise",
-             "layers/bf16/32", "layers/current/32"]  # fmt: skip
+             "layers/bf16/32/tp2", "layers/current/32/tp2", "layers/current_mlp/32/tp2", "layers/bf16/32/tp2/many",
+             "layers/current/32/tp2/many", *elsewhere]  # fmt: skip
     assert code == 0 and list(study.statuses) == names, text
-    assert {n for n, status in study.statuses.items() if status != "passed"} == {"scaled_mm/blockwise"}, text
+    others = {n for n, status in study.statuses.items() if status != "passed"}
+    assert others == {"scaled_mm/blockwise", *elsewhere}, text
     cells = study.report["cells"]
-    plain, fp8 = (cells[f"layers/{way}/32"]["measured"] for way in ("bf16", "current"))
+    assert "not installed here: ray, vllm, openrlhf, transformers" in cells["run/engines"]["error"]
+    plain, fp8, mlp = (cells[f"layers/{way}/32/tp2"]["measured"] for way in ("bf16", "current", "current_mlp"))
+    assert mlp["recipe"] == "current hybrid fp32, MLPs only, EMULATED" and mlp["loss"] not in (
+        plain["loss"],
+        fp8["loss"],
+    )
+    assert cells["layers/current/32/tp2/many"]["measured"]["tokens"] == 4 * 32 == 2 * fp8["tokens"]
+    for part in ("logprobs", "forward_backward", "optimizer"):
+        assert fp8[f"{part}_kernels"]["device_seconds"] > 0, part
+    assert fp8["logprobs_kernels"]["groups"]["products"] > 0
     gaps = [abs(a - b) for a, b in zip(plain["logprobs"], fp8["logprobs"], strict=True)]
     assert 1e-3 < sum(gaps) / len(gaps) < 1, "rounding to FP8 moves log-probs, and not by much"
     assert fp8["recipe"] == "current hybrid fp32, EMULATED" and plain["recipe"] == "none"
@@ -111,7 +124,8 @@ def test_a_sweep_on_a_cpu_is_emulated_says_so_and_goes_on_where_it_ended(study: 
     page = (study.out / "study.md").read_text()
     for said in (
         "# FP8 study: EMULATED, on a CPU", "say nothing about the speed of a GPU", study.report["hardware"]["cpu"],
-        "Relative error", "torch._scaled_mm on a CPU", "mean abs dlogp", "H200 NVL",
+        "Relative error", "torch._scaled_mm on a CPU", "mean abs dlogp", "H200 NVL", "An emulation recommends none",
+        "| current | 32 | 2 | many |",
     ):  # fmt: skip
         assert said in page, said
     assert (study.out / "study.png").read_bytes().startswith(b"\x89PNG")
@@ -159,10 +173,14 @@ def test_layers_that_compute_what_unquantized_ones_do_have_failed() -> None:
     [
         ("linear: {tokens: -3}", r"linear\.tokens must be a whole number of 1 or more, got -3; the default is 128"),
         ("linear: {token: 3}", r"there is no option linear\.token; these are known here: tokens, inputs"),
-        ("kinds: [speed]", "kinds must be a list of some of linear, products, layers, got"),
+        ("kinds: [speed]", "kinds must be a list of some of linear, products, layers, engine, mismatch, run, got"),
         ("recipes: [mxfp8]", "recipes must be a list of some of blockwise, current, delayed, got"),
         ("layers: 8", r"layers must have options of its own \(num_layers, .*\), got 8"),
         ("layers: {mlp: 100}", r"layers\.mlp must be a multiple of 16, got 100"),
+        ("layers: {tensor_parallel: [3]}", r"layers\.heads over 3 ranks must be a multiple of 16, got 85"),
+        ("layers: {tensor_parallel: [4]}", r"layers\.heads 2 must be a multiple of 4 ranks: choose fewer"),
+        ("layers: {variants: [fast]}", r"layers\.variants must be a list of some of recompute, many, or an empty one"),
+        ("run: {ways: [fp4]}", r"run\.ways must be a list of some of none, engines, blockwise"),
         ("products: {tensor_parallel: [3]}", r"products\.columns\.qkv over 3 ranks must be a multiple of 16, got 170"),
         ("peak_bf16_tflops: fast", "peak_bf16_tflops must be a number above 0, or null for none, got 'fast'"),
         ("- a list", "must have options and their values"),
@@ -207,13 +225,20 @@ def test_a_share_of_another_gpus_peak_is_refused() -> None:
 
 
 def test_the_study_of_a_gpu_is_read_and_its_most_telling_cells_come_first() -> None:
-    names = [cell.name for cell in cells_of(read_study(None, on_gpu=True), build=True)]
+    cells = cells_of(read_study(None, on_gpu=True), build=True)
+    assert [Cell.named(cell.name) for cell in cells] == cells, "a name says which cell it is"
+    names = [cell.name for cell in cells]
     assert names[:5] == ["build", "linear/blockwise", "linear/current", "linear/delayed", "linear/blockwise_pow2"]
-    assert names[-12:] == [
-        f"layers/{way}/{n}" for n in (4096, 8192, 16384) for way in ("bf16", "blockwise", "current", "delayed")
+    ways = ("bf16", "blockwise", "current", "delayed")
+    assert names[5:9] == [f"layers/{way}/8192" for way in ways]
+    assert names[9:15] == [f"layers/{way}/8192/tp8" for way in (*ways, "current_mlp", "blockwise_mlp")]
+    lengths = dict.fromkeys(cell.tokens for cell in cells if cell.kind == "layers")
+    assert list(lengths) == [8192, 16384, 4096, 32768]
+    assert {cell.ranks for cell in cells if cell.tokens == 32768} == {1, 2, 4, 8}
+    assert [name for name in names if name.endswith("8192/tp8/recompute")] == [
+        f"layers/{w}/8192/tp8/recompute" for w in ways
     ]
-    variables = {way: next(c for c in cells_of(read_study(None, on_gpu=True), build=False) if c.way == way).environment
-                 for way in RECIPES}  # fmt: skip
+    variables = {cell.way: cell.environment for cell in cells}
     assert variables["blockwise"]["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] == "1"
     assert variables["blockwise_pow2"]["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] == "0"
     assert variables["current"]["NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"] == "0"
@@ -315,6 +340,47 @@ def stand_in(monkeypatch: pytest.MonkeyPatch):
     return make
 
 
+def kernels(*seconds: float) -> dict[str, Any]:
+    parts = zip(("logprobs", "forward_backward", "optimizer"), seconds, strict=True)
+    return {
+        f"{part}_kernels": {"device_seconds": of, "groups": {"products": 0.75 * of, "norms": 0.25 * of}}
+        for part, of in parts
+    }
+
+
+@pytest.mark.parametrize(
+    ("gains", "way", "why"),
+    [
+        ({"current": 1.4, "blockwise": 1.2}, "current", "1.40 on the device, 1.40 by the clock; then blockwise 1.20"),
+        ({"current": 0.9, "current_mlp": 1.15}, "current_mlp", "current_mlp: 1.15 on the device"),
+        ({"current": 1.05, "blockwise": 0.8}, "bf16", "none is above 1.05; current: 1.05 on the device"),
+        ({"delayed": float("nan")}, None, ""),
+    ],
+)  # fmt: skip
+def test_the_recipe_to_take_is_the_fastest_that_is_worth_it(gains: dict[str, float], way: str | None, why: str) -> None:
+    """By the cells alone; an earlier study without times of the device recommends nothing."""
+    plain = kernels(1.0, 2.0, 9.0) | {"logprobs_seconds": 1.0, "forward_backward_seconds": 2.0, "step_seconds": 11.0}
+    cells = {"layers/bf16/64/tp8": plain}
+    for name, gain in gains.items():
+        passes = {"logprobs_seconds": 1 / gain, "forward_backward_seconds": 2 / gain, "step_seconds": 9 + 2 / gain}
+        cells[f"layers/{name}/64/tp8"] = kernels(1 / gain, 2 / gain, 9.0) | passes if way else {"logprobs_seconds": 1.0}
+    found = choices({"cells": {name: {"status": "passed", "measured": of} for name, of in cells.items()}})
+    assert [(c.ranks, c.tokens, c.way) for c in found] == ([(8, 64, way)] if way else [])
+    assert all(why in choice.why for choice in found), found
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_an_fp8_engine_starts_generates_and_reloads(study: Study) -> None:
+    code, text = study.main("kinds: [engine, mismatch]\nrecipes: [blockwise]\n", "--minutes", str(PATIENCE_S / 60))
+    assert code == 0 and set(study.statuses.values()) == {"passed"}, text
+    engine_cell = study.report["cells"]["engine/blockwise"]["measured"]
+    assert engine_cell["decode_tokens_per_second"] > 0 and engine_cell["reload_seconds"] > 0
+    gaps = {(row["trainer"], row["rollout"]): row["k3_rollout"]
+            for row in study.report["cells"]["mismatch/emulated"]["measured"]["cells"]}  # fmt: skip
+    assert gaps["fp32", "fp32"] == 0.0 < gaps["fp32", "blockwise"]
+
+
 def test_the_page_and_the_figure_of_a_gpu(tmp_path: Path) -> None:
     """Numbers that are made up: each has a place of its own on the page."""
     errors = {"y": 1e-4, "dx": 2e-4, "dw": 3e-4}
@@ -332,19 +398,34 @@ def test_the_page_and_the_figure_of_a_gpu(tmp_path: Path) -> None:
         "logprobs_mfu_fp8": 0.2575, "step_allocated_bytes": 77 * 2**30, "step_reserved_bytes": 88 * 2**30,
         "whole_train_tokens_per_second": 444, "whole_logprobs_tokens_per_second": 1234,
     }  # fmt: skip
-    fp8 = layers | {"recipe": "blockwise e4m3 fp32", "loss": 10.01, "logprobs": [-9.5, -10.0], "gradient_norm": 2.02}
+    layers |= kernels(6e-3, 12e-3, 2e-3) | {"logprobs_seconds": 7e-3, "forward_backward_seconds": 13e-3,
+                                            "step_seconds": 16e-3}  # fmt: skip
+    fp8 = (
+        layers
+        | kernels(4e-3, 8e-3, 2e-3)
+        | {"recipe": "blockwise e4m3 fp32", "loss": 10.01, "logprobs": [-9.5, -10.0], "gradient_norm": 2.02}
+    )
     cells = {
         "linear/blockwise": {"peer": "te.Linear", "bound": 7e-3, "micro_batches": [linear_row]},
         "products/blockwise": {"what": "te.Linear", "rows": [product], "ratio_of_sums": 1.41},
         "scaled_mm/rowwise": {"rows": [bare | {"error": "refused"}, bare | {
             "seconds": 1e-3, "tflops": 900.0, "bf16_tflops": 600.0, "ratio": 1.53, "relative_error": 1e-3}]},
         "layers/bf16/4096": layers, "layers/blockwise/4096": fp8,
+        "engine/blockwise": {"start_seconds": 31.5, "first_batch_seconds": 12.25, "reload_seconds": 1.5},
+        "mismatch/emulated": {"cells": [{"trainer": way, "rollout": "blockwise", "k3_rollout": gap, "mean_abs": 0.1}
+                               for way, gap in (("bf16", 4e-3), ("blockwise", 1e-3))]},
+        "run/none": {"label": "", "last_step_seconds": {"step": 9.5, "train": 4.5}, "kl/rollout": 7e-4,
+                     "mismatch/mean_abs": 3e-2},
     }  # fmt: skip
+    spans = dict.fromkeys(
+        ("sm_mhz", "memory_mhz", "watts", "celsius"), {"min": 1500.0, "median": 1777.0, "max": 1980.0}
+    )
+    gpu = {"samples": 9, "busy_samples": 7, **spans}
     machine = {"gpus": [{"name": "NVIDIA H200", "power.limit": "700.00 W"}], "cpu": "a CPU", "cores": 16}
     report = {
         "started": "today", "emulated": False, "hardware": machine, "versions": {"torch": "2.11.0", "ray": None},
         "commit": {"commit": "abc", "dirty": False}, "settings": read_study(None, on_gpu=True),
-        "cells": {name: {"status": "passed", "measured": found} for name, found in cells.items()}
+        "cells": {name: {"status": "passed", "measured": found, "gpu": gpu} for name, found in cells.items()}
         | {"layers/delayed/4096": {"status": "failed", "error": "Traceback\nOutOfMemoryError: a | b"}},
     }  # fmt: skip
     assert write_report(tmp_path, report) == [tmp_path / "study.md", tmp_path / "study.png"]
@@ -355,10 +436,15 @@ def test_the_page_and_the_figure_of_a_gpu(tmp_path: Path) -> None:
         "| 50.5% | 25.2% |", "| 77.0 | 88.0 |", "| +1.00e-03 |", "| +1.00e-02 | 2.50e-01 |",
         "Extrapolated, not measured",
         "| 444 | 1234 |", "989.5 (BF16), 1979.0 (FP8)",
+        "| 1 | 4096 | **blockwise** | blockwise: 1.50 on the device, 1.00 by the clock; the host cannot keep up with",
+        "| blockwise | 4096 | 1 | - | 23.000 | 14.000 | 30% | 57% | 13% | products 75%, norms 25% | 1.50 | 1.00 |",
+        "Closest to FP8 engines, emulated: blockwise (kl/rollout 1.00e-03)", "| blockwise | 31.5 | 12.25 | - |",
+        "| none | 9.5 | - | - | 4.5 | - | 7.00e-04 | 3.00e-02 |",
+        "| layers/bf16/4096 | 7 | 1500 / 1777 / 1980 |",
         "| layers/delayed/4096 | failed | OutOfMemoryError: a / b |",
     ):  # fmt: skip
         assert said in page, f"{said}\n{page}"
-    assert "EMULATED" not in page
+    assert page.startswith("# FP8 study\n") and "EMULATED, on a CPU" not in page
 
 
 CPU = OnGPU(torch.device("cpu"), None, PATIENCE_S)

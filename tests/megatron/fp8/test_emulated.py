@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -32,6 +34,7 @@ CASES = {
     "none": {"fp8": None},
     "no layer": {"fp8": Recipe(emulate=True, bf16_layers=BF16Layers(3, 1))},
     "two layers": {"fp8": Recipe(emulate=True, bf16_layers=BF16Layers(1, 1))},
+    "mlp": {"fp8": replace(DELAYED, modules="mlp")},
     **{
         f"{recipe.name} packs of {size}": {
             "fp8": recipe, "micro_batch_size": size, "forward_max_tokens": 64 * size, "max_tokens": 64 * size,
@@ -132,6 +135,13 @@ def test_layers_left_in_bf16_are(results):
     assert none.allclose(exact, atol=1e-4), "packs are padded with FP8, which moves the last bits"
     gaps = [(results[name][0]["before"] - exact).abs().mean() for name in ("two layers", "blockwise")]
     assert 0 < gaps[0] < gaps[1]
+
+
+def test_only_mlps_are_in_fp8_where_the_recipe_says_so(results):
+    exact, mlp = results["none"][0]["before"], results["mlp"][0]
+    gaps = [(found["before"] - exact).abs().mean() for found in (mlp, results["delayed"][0])]
+    assert 1e-4 < gaps[0] < gaps[1]
+    assert mlp["state"] and all(".mlp." in name for name in mlp["state"])
 
 
 def test_cutting_a_model_changes_log_probs_by_a_fifth_of_quantization(results):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -188,6 +189,39 @@ def test_a_layer_that_should_be_bf16_and_is_not_is_found_and_so_is_the_opposite(
     prove(decoder(layer), bf16, 0, 2)
     with pytest.raises(FP8Unavailable, match="is a TELinear, which does not compute in FP8"):
         prove(decoder(layer), Recipe(), 0, 2)
+
+
+def test_attention_outside_of_fp8_is_called_without_it_and_proven(monkeypatch):
+    """``fp8.modules mlp``: with a stand-in for TransformerEngine's context, which Megatron has entered."""
+    inside = [True]
+
+    @contextmanager
+    def fp8_autocast(enabled: bool):
+        inside.append(enabled)
+        yield
+        inside.pop()
+
+    class Theirs(TELinear):
+        def forward(self, x):
+            self.fp8 = inside[-1]
+            return super().forward(x)
+
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace(fp8_autocast=fp8_autocast))
+    recipe = Recipe(modules="mlp")
+    layer = SimpleNamespace(
+        submodules=SimpleNamespace(
+            self_attention=SimpleNamespace(submodules=SimpleNamespace(linear_qkv=Theirs, linear_proj=Theirs)),
+            mlp=SimpleNamespace(submodules=SimpleNamespace(linear_fc1=Theirs, linear_fc2=Theirs)),
+        )
+    )
+    FP8Layers(recipe).convert(layer, 0, 1)
+    made = decoder(layer.submodules.mlp.submodules.linear_fc1(recipe))
+    made.layers[0].linear_qkv = layer.submodules.self_attention.submodules.linear_qkv(recipe)
+    for linear in (made.layers[0].linear_fc1, made.layers[0].linear_qkv):
+        linear(torch.zeros(1, 128, dtype=torch.bfloat16))
+    prove(made, recipe, 0, 1)
+    with pytest.raises(FP8Unavailable, match="linear_qkv is a Theirs, which does not compute in FP8"):
+        prove(made, Recipe(), 0, 1)
 
 
 def test_a_layer_that_has_kept_nothing_has_not_computed_in_fp8():
