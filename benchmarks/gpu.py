@@ -303,9 +303,13 @@ def sync() -> str:
 def offload() -> str:
     """Offload to pinned memory."""
     found = _measured("memory:offload")
+    # until 2026-11 the check counted the room of gradients too, which do not travel: 4 of the 18 bytes of a parameter
+    share = 1.0 if "room_mib" in found else 14 / 18
     return record.wrapped(
-        f"On one H200 (`benchmarks/results/{NAME}`; plain layers, {found['moved_mib']:,.0f} MiB in all): "
-        f"{found['offload_gb_per_s']:.0f} GB/s out, {found['reload_gb_per_s']:.0f} GB/s back, once pinned memory is "
+        f"On one H200 (`benchmarks/results/{NAME}`; plain layers, {found.get('room_mib', found['moved_mib']):,.0f} MiB "
+        "in all; gradients, of which only the room is given back, do not count): "
+        f"{share * found['offload_gb_per_s']:.0f} GB/s out, {share * found['reload_gb_per_s']:.0f} GB/s back, once "
+        "pinned memory is "
         f"there; the first time takes {found['first_offload_s']:.2f} s. The device had {found['given_back_mib']:,.0f} "
         "MiB more afterwards."
     )

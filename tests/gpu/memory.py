@@ -51,12 +51,13 @@ def offload(machine: Machine) -> dict[str, Any]:
     assert all(math.isfinite(value) for value in metrics.values()), f"the step after the swap gave {metrics}"
     out, back, freed = swaps[-1]
     if machine.on_gpu:
-        least = _LEAST_FREED * out.moved_bytes
+        least = _LEAST_FREED * out.room_bytes
         assert min(out.measured_bytes, freed) > least, (
-            f"{out.moved_bytes} bytes moved, but torch gave back {out.measured_bytes}, and the device has {freed} more"
+            f"{out.room_bytes} bytes were emptied, torch gave back {out.measured_bytes}, the device has {freed} more"
         )
     return {
-        **facts(policy), "moved_mib": out.moved_bytes / 2**20, "given_back_mib": out.measured_bytes / 2**20,
+        **facts(policy), "moved_mib": out.moved_bytes / 2**20, "room_mib": out.room_bytes / 2**20,
+        "given_back_mib": out.measured_bytes / 2**20,
         "more_free_on_device_mib": freed / 2**20 if machine.on_gpu else None,
         "first_offload_s": swaps[0][0].seconds, "offload_gb_per_s": 1e-9 * out.moved_bytes / out.seconds,
         "reload_gb_per_s": 1e-9 * back.moved_bytes / back.seconds,

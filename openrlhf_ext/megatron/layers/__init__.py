@@ -52,8 +52,8 @@ class LayerConverter:
         """What ``PackShape.piece_unit`` must be a multiple of."""
         return 1
 
-    def kept_per_weight(self, number: int, num_layers: int) -> int:
-        """Bytes that a layer keeps for every entry of its linears' weights, besides the parameters."""
+    def kept_per_weight(self, parameter: str, number: int, num_layers: int) -> int:
+        """Bytes that a layer keeps for every entry of a weight of its linears, besides the parameter."""
         return 0
 
     def drop_kept(self, model: torch.nn.Module) -> None:
@@ -68,6 +68,7 @@ def kept_bytes(converters: Sequence[LayerConverter], decoder: TransformerBlock) 
     """Bytes that a decoder's layers keep on this rank besides parameters."""
     total = 0
     for layer in decoder.layers:
-        each = sum(c.kept_per_weight(layer.layer_number - 1, decoder.config.num_layers) for c in converters)
-        total += each * sum(p.numel() for p in layer.parameters() if p.dim() == 2)
+        number, layers = layer.layer_number - 1, decoder.config.num_layers
+        weights = [(name, p.numel()) for name, p in layer.named_parameters() if p.dim() == 2]
+        total += sum(c.kept_per_weight(name, number, layers) * size for c in converters for name, size in weights)
     return total

@@ -259,9 +259,10 @@ class FP8Layers(LayerConverter):
         float8_blockwise_tensor.py:216). The emulation takes the same, so that the packs are."""
         return 128 if self.recipe.blockwise and pieces > 1 else 16
 
-    def kept_per_weight(self, number: int, num_layers: int) -> int:
-        """Of MLPs only, too much: attention's weights have no copies then, and are counted."""
-        return 0 if self.recipe.emulate or self.recipe.bf16_layers.has(number, num_layers) else WEIGHT_COPY_BYTES
+    def kept_per_weight(self, parameter: str, number: int, num_layers: int) -> int:
+        left_out = self.recipe.modules == "mlp" and parameter.split(".")[-2] not in _MLP
+        bf16 = self.recipe.emulate or left_out or self.recipe.bf16_layers.has(number, num_layers)
+        return 0 if bf16 else WEIGHT_COPY_BYTES
 
     def drop_kept(self, model: torch.nn.Module) -> None:
         for module in model.modules():

@@ -61,8 +61,8 @@ class Vllm(Section):
         """A step of an engine has at least one token of every sequence; what is not set gives way to what is."""
         if self.enforce_eager and self.max_cudagraph_capture_size is not None:
             yield Violation(("vllm.max_cudagraph_capture_size", "vllm.enforce_eager"),
-                f"vllm.max_cudagraph_capture_size is {self.max_cudagraph_capture_size}, and vllm.enforce_eager switches "
-                "CUDA graphs off: leave one of them out")
+                f"vllm.max_cudagraph_capture_size is {self.max_cudagraph_capture_size}, and vllm.enforce_eager "
+                "switches CUDA graphs off: leave one of them out")
         sequences, tokens = self.max_num_seqs, self.max_num_batched_tokens
         if sequences is not None and tokens is not None and tokens < sequences:
             yield Violation(("vllm.max_num_batched_tokens", "vllm.max_num_seqs"),

@@ -202,9 +202,11 @@ def _copies(shape: ModelShape, layout: ParallelLayout, stage: int, converters: S
     chunks = layout.chunk_layers(shape.num_layers)
     numbers = [number for (at, _), range_ in chunks.items() if at == stage for number in range_]
     one = stage_rules(shape, range(1), first=False, last=False)
-    weights = [shard_shape(rule, shape, layout.tensor_parallel_size) for rule in one]
-    each = sum(c.kept_per_weight(number, shape.num_layers) for c in converters for number in numbers)
-    return each * sum(math.prod(size) for size in weights if len(size) == 2)
+    weights = [(rule.parameter, shard_shape(rule, shape, layout.tensor_parallel_size)) for rule in one]
+    return sum(
+        c.kept_per_weight(name, number, shape.num_layers) * math.prod(size)
+        for c in converters for number in numbers for name, size in weights if len(size) == 2
+    )  # fmt: skip
 
 
 # ---- activations -------------------------------------------------------------------------------------------------
@@ -408,7 +410,7 @@ class Training:
     Attributes:
         budget: tokens of a training micro-batch on one rank; None: ``sequences`` in each.
         forward_budget, forward_sequences: the same for log-probs.
-        recipe: of FP8; "": layers are not in FP8.
+        recipe: of FP8; "": layers are not in FP8; ``fp8_modules``: which linears of them are.
     """
 
     layout: ParallelLayout
@@ -419,6 +421,7 @@ class Training:
     forward_sequences: int
     near_ranks: int
     recipe: str = ""
+    fp8_modules: str = "all"
 
     def per_micro_batch(self, length: int, forward_only: bool = False) -> int:
         budget = self.forward_budget if forward_only else self.budget
@@ -488,7 +491,8 @@ def policy_in(config: RunConfig, shape: ModelShape) -> TrainedModel:
 
 def policy_training(config: RunConfig) -> Training:
     recipe = config.fp8.recipe if config.fp8.enable and not config.fp8.emulate else ""
-    return _training(config, config.megatron, config.layout, config.actor.num_gpus_per_node, recipe)
+    training = _training(config, config.megatron, config.layout, config.actor.num_gpus_per_node, recipe)
+    return replace(training, fp8_modules=config.fp8.modules)
 
 
 def critic_in(config: RunConfig, shape: ModelShape) -> TrainedModel:

@@ -305,7 +305,9 @@ class Clock:
         """Seconds that a layer and the head take for one sequence on one GPU, and forward and backward passes in units
         of a forward pass."""
         flops, layers = self.work.forward(self.shape), self.shape.num_layers
-        linear, attention = self._products(flops.layers, training.recipe), self._attention(flops)
+        share = self._mlp_share if training.fp8_modules == "mlp" else 1.0
+        linear = self._products(share * flops.layers, training.recipe) + self._products((1 - share) * flops.layers)
+        attention = self._attention(flops)
         again = 0.0 if forward_only else self._recomputed(training.megatron, linear, attention)
         passes = 1 if forward_only else 1 + BACKWARD
         computing, head = passes * (linear + attention) + again, passes * self._products(flops.head)
@@ -317,16 +319,20 @@ class Clock:
     def _attention(self, flops: ForwardFlops) -> float:
         return flops.attention / (self.gpu.tflops * 1e12 * self.assumed.attention)
 
+    @property
+    def _mlp_share(self) -> float:
+        """Of the operations of a layer's matrix products."""
+        mlp = 3 * self.shape.hidden_size * self.shape.ffn_hidden_size
+        heads = self.shape.num_heads + self.shape.num_kv_heads
+        return mlp / (mlp + 2 * self.shape.hidden_size * self.shape.head_dim * heads)
+
     def _recomputed(self, megatron: Megatron, linear: float, attention: float) -> float:
         if megatron.recompute == "full":
             return linear + attention
         if megatron.recompute == "none":
             return 0.0
-        mlp = 3 * self.shape.hidden_size * self.shape.ffn_hidden_size
-        share = mlp / (mlp + 2 * self.shape.hidden_size * self.shape.head_dim * (
-            self.shape.num_heads + self.shape.num_kv_heads))  # fmt: skip
         modules = megatron.recompute_modules
-        return (linear * share if "mlp" in modules else 0.0) + (attention if "core_attn" in modules else 0.0)
+        return (linear * self._mlp_share if "mlp" in modules else 0.0) + (attention if "core_attn" in modules else 0.0)
 
     def _communication(self, training: Training, layers: float, sequences: float, passes: float) -> float:
         """Tensor-, context- and pipeline-parallel messages of one micro-batch on a stage of so many layers."""

@@ -54,7 +54,7 @@ def test_parameters_are_those_of_models_built_in_many_layouts(tmp_path, family, 
 def test_fp8_copies_are_those_of_built_models(tmp_path):
     folder, layout = config_folder(tmp_path, num_hidden_layers=8), ParallelLayout(8, 2, 2, 1, False, 2)
     shape = read_model_shape(folder)
-    for recipe in (Recipe(), Recipe(bf16_layers=BF16Layers(1, 3)), Recipe(emulate=True)):
+    for recipe in (Recipe(), Recipe(bf16_layers=BF16Layers(1, 3)), Recipe(modules="mlp"), Recipe(emulate=True)):
         fp8 = (FP8Layers(recipe),)
         for share in prove_layout(folder, layout, torch.bfloat16, True, converters=fp8).shares:
             assert rank_states(shape, layout, share.pipeline, StateOptions(converters=fp8)).copies == share.copy_bytes

@@ -188,6 +188,8 @@ def test_products_in_fp8_gain_what_was_measured(recipe, gain):
     fp8, plain = planner("Qwen/Qwen2.5-7B", False, *words).timed(), planner("Qwen/Qwen2.5-7B", False, *large).timed()
     assert 1.05 < plain.train / fp8.train < gain, "attention, head and what moves stay as they are"
     assert planner("Qwen/Qwen2.5-7B", False, *words, "--fp8.emulate").timed().train == plain.train
+    mlps = planner("Qwen/Qwen2.5-7B", False, *words, "--fp8.modules", "mlp").timed()
+    assert fp8.train < mlps.train < plain.train
 
 
 def test_the_stage_with_the_head_gets_fewer_layers_where_that_is_faster():
