@@ -75,10 +75,10 @@ def test_too_large_names_the_largest(tmp_path, monkeypatch):
 
 def test_versions_are_those_of_the_environment():
     for name in (*bundles.ALONE, *bundles.WITH_REQUIREMENTS):
-        assert bundles._pinned(name) == version(name), name
-    assert bundles._pinned("transformer-engine") == "2.11.0"
+        assert bundles.pinned(name) == version(name), name
+    assert bundles.pinned("transformer-engine") == "2.11.0"
     with pytest.raises(BundleError, match="pins a version of nothing"):
-        bundles._pinned("nothing")
+        bundles.pinned("nothing")
 
 
 def test_torch_must_be_a_cuda_build():
