@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.fatbin import slim
+from tests.gpu.fatbin import FatbinError, slim
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MANIFEST = "manifest.json"
@@ -63,8 +63,13 @@ STAND_INS = {
     "llguidance": "the same",
     "openai_harmony": "the chat format of gpt-oss",
 }
-# modules that the machine brings with torch and transformers, or besides
-OF_THE_HOST = ()
+# modules that they import too, and that the machine itself must have: its own fit its torch and its numpy
+OF_THE_HOST = (
+    "PIL", "accelerate", "aiohttp", "anyio", "attr", "click", "cloudpickle", "cpuinfo", "filelock", "fsspec",
+    "google.protobuf", "grpc", "h11", "httpx", "huggingface_hub", "jinja2", "msgpack", "multidict", "numba", "numpy",
+    "packaging", "pandas", "prometheus_client", "pyarrow", "regex", "requests", "safetensors", "sympy", "tensorboard",
+    "tokenizers", "tqdm", "transformers", "triton", "typing_extensions", "uvloop", "xxhash", "yarl",
+)  # fmt: skip
 _PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 # for the sdist's setup.py, which pip runs for the metadata: it asks torch for the CUDA version, which a CPU build lacks
 _STAND_IN = {
@@ -128,9 +133,7 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
         raise BundleError(f"{bundle} is no bundle of tests/gpu/bundle.sh: {error}") from error
 
 
-def write_manifest(
-    bundle: Path, python: str, torch: str, *, most: int | None = None, **facts: Any
-) -> dict[str, Any]:
+def write_manifest(bundle: Path, python: str, torch: str, *, most: int | None = None, **facts: Any) -> dict[str, Any]:
     """Lists every file of the folder, and says what it is for.
 
     Raises:
@@ -192,10 +195,10 @@ def _make(target: Path, python: str, torch: str, cuda: str, cache: Path) -> dict
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bash tests/gpu/bundle.sh", description=__doc__.split("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, help="default: build/gpu_bundle, or build/gpu_whole")
-    parser.add_argument("--whole", action="store_true", help="vLLM, Ray and all they need, instead of TransformerEngine")
+    parser.add_argument("--whole", action="store_true", help="vLLM, Ray and all they need, no TransformerEngine")
     parser.add_argument(
         "--heads", type=lambda text: [int(part) for part in text.split(",")], default=[64, 128],
-        help="with --whole: head sizes that FlashAttention 3 keeps of 64,96,128,192,256,512 (default 64,128; 34 MB more for all)",
+        help="with --whole: head sizes that FlashAttention 3 keeps (default 64,128; 96,192,256,512 would be 34 MB more)",
     )  # fmt: skip
     parser.add_argument("--python", choices=("3.11", "3.12"), default="3.12", help="of the GPU machine")
     parser.add_argument("--torch", default="2.11.0+cu130", help="torch.__version__ on the GPU machine")
@@ -319,5 +322,5 @@ if __name__ == "__main__":
 
     try:
         sys.exit(bundle.main())
-    except bundle.BundleError as problem:
+    except (bundle.BundleError, FatbinError) as problem:
         sys.exit(f"bundle: {problem}")

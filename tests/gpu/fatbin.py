@@ -76,8 +76,8 @@ def slim_heads(library: Path, keep: Collection[int]) -> dict[str, int]:
     """Zeroes the kernels of FlashAttention 3 in the file ``library`` that are for other head sizes, and says that they
     are for another architecture: then a launch finds no kernel image, as on any GPU for which there is no code.
 
-    Its machine code is not compressed, so that the kernels' mangled names tell what an entry holds. Entries without such
-    a name, which all head sizes share, stay.
+    Its machine code is not compressed, so that the kernels' mangled names tell what an entry holds. Entries without
+    such a name, which all head sizes share, stay.
 
     Returns:
         ``total_bytes`` of GPU code, ``kept_bytes``.

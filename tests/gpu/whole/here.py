@@ -2,18 +2,18 @@
 
     python -m tests.gpu.whole.here FOLDER     prints the folder with site/ and toy/
 
-All that is wrong is told at once, each in a line, before anything is unpacked; exit status 1. Standard library and torch
-only; Python 3.8 can read this file too.
+All that is wrong is told at once, each in a line, before anything is unpacked; exit status 1. Standard library and
+torch only; Python 3.8 can read this file too.
 """
 
 from __future__ import annotations
 
-import compileall
 import hashlib
 import importlib.util
 import lzma
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -39,13 +39,13 @@ def main(arguments: Sequence[str]) -> int:
         manifest = bundles.read_manifest(bundle)
         there = is_unpacked(bundle, target)
         found = list(problems(bundle, manifest, target, there))
+        if not found and not there:
+            unpack(bundle, manifest, target)
     except BundleError as problem:
         found = [str(problem)]
     if found:
         print("\n".join(f"{os.environ.get('COMMAND', __name__)}: {line}" for line in found), file=sys.stderr)
         return 1
-    if not there:
-        unpack(bundle, manifest, target)
     print(target)
     return 0
 
@@ -83,7 +83,7 @@ def problems(bundle: Path, manifest: dict[str, Any], target: Path, unpacked: boo
     if free < SHM_BYTES:
         yield f"{SHM} has {free >> 20} MiB free, Ray and vLLM need {SHM_BYTES >> 20}: docker --shm-size, or remount it"
     yield from _compiler_problems()
-    if absent := [name for name in manifest["host"] if importlib.util.find_spec(name) is None]:
+    if absent := [name for name in manifest["host"] if not _is_there(name)]:
         yield f"{sys.executable} lacks what a bundle does not bring: {', '.join(absent)}; set PYTHON, or install them"
     if target.exists() and any(target.iterdir()) and not (target / STAMP).is_file():
         yield f"{target} holds something else than an unpacked bundle: OPENRLHF_EXT_SITE=/another/folder"
@@ -92,6 +92,13 @@ def problems(bundle: Path, manifest: dict[str, Any], target: Path, unpacked: boo
 def _named(name: str, theirs: dict[str, str], ours: dict[str, str]) -> str:
     mine, other = ours.get(name, "none"), theirs.get(name, "none")
     return "" if mine == other else f"{name} {other} instead of {mine}"
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a package above it
+        return False
 
 
 def _torch_problems(bundle: Path, manifest: dict[str, Any], remedy: str) -> Iterator[str]:
@@ -119,7 +126,7 @@ def _compiler_problems() -> Iterator[str]:
     """Triton compiles a launcher for every kernel (its runtime/build.py), with Python's headers."""
     compiler = os.environ.get("CC")
     if shutil.which(compiler) is None if compiler else not (shutil.which("gcc") or shutil.which("clang")):
-        yield f"Triton needs a C compiler, and there is {f'no {compiler} (CC)' if compiler else 'neither gcc nor clang'}"
+        yield f"Triton needs a C compiler, there is {f'no {compiler} (CC)' if compiler else 'neither gcc nor clang'}"
     header = Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h"
     if not header.is_file():
         yield f"Triton needs Python's headers, and there is no {header}: install the package of Python for developers"
@@ -153,14 +160,20 @@ def unpack(bundle: Path, manifest: dict[str, Any], target: Path) -> None:
     with lzma.open(parts) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
         archive.extractall(new, filter="tar")
     unpacked = time.perf_counter()
-    # else every process of the first run compiles the same thousands of modules
-    if not compileall.compile_dir(new / "site", quiet=2, workers=0, stripdir=str(new), prependdir=str(target)):
-        raise BundleError(f"not all modules of {bundle} can be compiled by {sys.executable}")
+    _compile(new / "site", target / "site")
     (new / STAMP).write_text(_digest(bundle))
     shutil.rmtree(target, ignore_errors=True)
     new.rename(target)
     seconds = time.perf_counter() - unpacked
     print(f"{target}: unpacked in {unpacked - started:.0f} s, compiled in {seconds:.0f} s", file=sys.stderr)
+
+
+def _compile(site: Path, final: Path) -> None:
+    """With all cores; else every process of the first run compiles the same thousands of modules."""
+    command = [sys.executable, "-m", "compileall", "-q", "-j", "0", "-s", str(site), "-p", str(final), str(site)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+    if done.returncode:
+        raise BundleError(f"{sys.executable} cannot compile all modules of the bundle:\n{done.stdout[-2000:]}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Whether an extension would load in a torch that is not here: its undefined symbols against torch's own libraries.
 
 Not proven, because it is not at hand where a bundle is made: that the driver has what is asked of it (``cu...``), and
-cuBLAS (``cublas...``; 400 MB), which torch itself loads. Symbols of glibc and of GCC's libraries carry a version: it must
-be no newer than what torch asks for. Needs nm.
+cuBLAS (``cublas...``; 400 MB), which torch itself loads. Symbols of glibc and of GCC's libraries carry a version: it
+must be no newer than what torch asks for. Needs nm.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _read(folder: Path, python: str, torch: str, cuda: str) -> set[str]:
 def _check_build(text: str, torch: str) -> None:
     if f"__version__ = '{torch}'" not in text:
         found = re.search(r"__version__ = '(.*)'", text)
-        raise BundleError(f"the package index's torch is {found and found[1]}, the machine's {torch}: nothing is proven")
+        raise BundleError(f"the package index's torch is {found and found[1]}, not {torch}: nothing can be proven")
 
 
 def _undefined(library: Path) -> Iterator[str]:
