@@ -198,7 +198,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--whole", action="store_true", help="vLLM, Ray and all they need, no TransformerEngine")
     parser.add_argument(
         "--heads", type=lambda text: [int(part) for part in text.split(",")], default=[64, 128],
-        help="with --whole: head sizes that FlashAttention 3 keeps (default 64,128; 96,192,256,512 would be 34 MB more)",
+        help="with --whole: head sizes that FlashAttention 3 keeps (default 64,128; also 96, 192, 256, 512)",
     )  # fmt: skip
     parser.add_argument("--python", choices=("3.11", "3.12"), default="3.12", help="of the GPU machine")
     parser.add_argument("--torch", default="2.11.0+cu130", help="torch.__version__ on the GPU machine")

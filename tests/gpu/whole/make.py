@@ -25,6 +25,7 @@ from tests.gpu.whole.symbols import missing, symbols_of_torch
 
 MOST_BYTES = 48_000_000
 PART_BYTES = 24_000_000
+DICTIONARY_BYTES = 128 << 20
 _FA3 = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 # for each, why a run on one Hopper GPU does without it
 _LEFT_OUT = {
@@ -173,7 +174,7 @@ def _make_toy(target: Path) -> None:
 def _pack(source: Path, target: Path) -> None:
     """``part-00`` and so on: one xz, in one thread with one large dictionary, Ray's three alike binaries side by side,
     and the filter for x86 (44.5 MB instead of 55 without these)."""
-    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 128 << 20}]
+    filters = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": DICTIONARY_BYTES}]
     with tempfile.TemporaryFile(dir=target) as file:
         with lzma.open(file, "wb", filters=filters) as stream, tarfile.open(fileobj=stream, mode="w|") as archive:
             for path in _in_order(source):
