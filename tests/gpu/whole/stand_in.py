@@ -25,6 +25,13 @@ class _Nothing(metaclass=_Any):
     def __init__(self, *args: Any, **named: Any) -> None:
         pass
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, *_: Any) -> Any:
+        """As a field of a model of vLLM's server, which `from vllm import LLM` imports."""
+        from pydantic_core import core_schema
+
+        return core_schema.any_schema()
+
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(f"{name} of {_NAME}, for which this bundle has only a stand-in")
 
