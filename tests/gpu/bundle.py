@@ -1,8 +1,8 @@
 """Makes and checks what a GPU machine without a network needs besides the checkout: ``bash tests/gpu/bundle.sh``.
 
-    python -m tests.gpu.bundle [FOLDER] [--python 3.12] [--torch 2.11.0+cu130]
+    python -m tests.gpu.bundle [FOLDER] [--whole] [--python 3.12] [--torch 2.11.0+cu130]
 
-In the folder (default build/gpu_bundle):
+In the folder (default build/gpu_bundle), for the policy alone, and TransformerEngine:
 
     manifest.json         Python and torch it is for, versions, SHA-256 of every file below
     site/                 packages that torch and transformers do not bring, unpacked: goes on PYTHONPATH
@@ -10,8 +10,13 @@ In the folder (default build/gpu_bundle):
     goldens/              what the CPU computed, if tests/gpu/goldens.py exists
     te/, built/           not there yet: tests/gpu/te_build.py makes them on the GPU machine
 
-The Python that runs this must be the project's (goldens) with pip and wheel. Standard library only, because the GPU
-machine checks the folder before it has anything else.
+With ``--whole`` (default build/gpu_whole), for a run with vLLM and Ray; TransformerEngine goes in another call:
+
+    manifest.json         the same, and the versions of all packages
+    part-00, part-01 ...  an xz archive of site/ and toy/ (the quickstart's policy, start/, and its problems, data/)
+
+The Python that runs this must be the project's (goldens, policy) with pip and wheel. Standard library only, because the
+GPU machine checks the folder before it has anything else.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.fatbin import slim
+from tests.gpu.fatbin import FatbinError, slim
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MANIFEST = "manifest.json"
@@ -42,6 +47,29 @@ ARCHITECTURES = (90,)
 # require, which is torch, numpy and packaging
 ALONE = ("megatron-core", "einops", "psutil", "pyyaml")
 WITH_REQUIREMENTS = ("pydantic", "pytest", "hypothesis")
+WHOLE_KIND = "whole"
+# all that vLLM, Ray and our code import in a whole run, but for what is in the next two lists
+WHOLE = (
+    "vllm", "ray", "megatron-core", "openrlhf", "annotated-types", "antlr4-python3-runtime", "blake3", "cachetools",
+    "cbor2", "compressed-tensors", "datasets", "dill", "distro", "einops", "fastapi", "httpcore2", "httpx2", "jiter",
+    "jsonschema", "jsonschema-specifications", "lark", "latex2sympy2-extended", "loguru", "math-verify", "msgspec",
+    "multiprocess", "openai", "partial-json-parser", "psutil", "pybase64", "pydantic", "pydantic-core", "pylatexenc",
+    "pyyaml", "pyzmq", "referencing", "rpds-py", "setproctitle", "sniffio", "starlette", "torchdata", "truststore",
+    "typing-inspection",
+)  # fmt: skip
+# imported and never called, see tests/gpu/whole/stand_in.py; together they would be 10 MB
+STAND_INS = {
+    "xgrammar": "output that follows a grammar; it brings tvm-ffi",
+    "llguidance": "the same",
+    "openai_harmony": "the chat format of gpt-oss",
+}
+# modules that they import too, and that the machine itself must have: its own fit its torch and its numpy
+OF_THE_HOST = (
+    "PIL", "accelerate", "aiohttp", "anyio", "attr", "click", "cloudpickle", "cpuinfo", "filelock", "fsspec",
+    "google.protobuf", "grpc", "h11", "httpx", "huggingface_hub", "jinja2", "msgpack", "multidict", "numba", "numpy",
+    "packaging", "pandas", "prometheus_client", "pyarrow", "regex", "requests", "safetensors", "sympy", "tensorboard",
+    "tokenizers", "tqdm", "transformers", "triton", "typing_extensions", "uvloop", "xxhash", "yarl",
+)  # fmt: skip
 _PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 # for the sdist's setup.py, which pip runs for the metadata: it asks torch for the CUDA version, which a CPU build lacks
 _STAND_IN = {
@@ -78,12 +106,20 @@ def verify(bundle: Path) -> dict[str, Any]:
     if other := [f"{name} {manifest[name]}, here is {mine}" for name, mine in here.items() if manifest[name] != mine]:
         remedy = f"bash tests/gpu/bundle.sh --python {here['python']} --torch {here['torch']} {bundle}"
         raise BundleError(f"{bundle} was made for {'; '.join(other)}. Make it again where there is a network: {remedy}")
-    if damaged := [name for name, known in manifest["files"].items() if _digest(bundle / name) != known["sha256"]]:
-        raise BundleError(
-            f"{bundle}: {len(damaged)} of {len(manifest['files'])} files are missing or not as they were made, "
-            f"among them {', '.join(damaged[:5])}: carry it again"
-        )
+    if problem := damage(bundle, manifest):
+        raise BundleError(problem)
     return manifest
+
+
+def damage(bundle: Path, manifest: dict[str, Any]) -> str | None:
+    """What is wrong with the files of the folder, in one line."""
+    damaged = [name for name, known in manifest["files"].items() if _digest(bundle / name) != known["sha256"]]
+    if not damaged:
+        return None
+    return (
+        f"{bundle}: {len(damaged)} of {len(manifest['files'])} files are missing or not as they were made, "
+        f"among them {', '.join(damaged[:5])}: carry it again"
+    )
 
 
 def read_manifest(bundle: Path) -> dict[str, Any]:
@@ -97,19 +133,20 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
         raise BundleError(f"{bundle} is no bundle of tests/gpu/bundle.sh: {error}") from error
 
 
-def write_manifest(bundle: Path, python: str, torch: str, **facts: Any) -> dict[str, Any]:
+def write_manifest(bundle: Path, python: str, torch: str, *, most: int | None = None, **facts: Any) -> dict[str, Any]:
     """Lists every file of the folder, and says what it is for.
 
     Raises:
-        BundleError: together they have more than ``MOST_BYTES``.
+        BundleError: together they have more than ``most`` bytes, or ``MOST_BYTES``.
     """
+    most = MOST_BYTES if most is None else most
     paths = sorted(path for path in bundle.rglob("*") if path.is_file() and path.name != MANIFEST)
     sizes = {path: path.stat().st_size for path in paths}
-    if (total := sum(sizes.values())) > MOST_BYTES:
+    if (total := sum(sizes.values())) > most:
         largest = sorted(paths, key=lambda path: -sizes[path])[:5]
         named = ", ".join(f"{path.relative_to(bundle)} {sizes[path] / 1e6:.1f} MB" for path in largest)
         raise BundleError(
-            f"{bundle} has {total / 1e6:.1f} MB, at most {MOST_BYTES / 1e6:g} can be carried: the largest are {named}"
+            f"{bundle} has {total / 1e6:.1f} MB, at most {most / 1e6:g} can be carried: the largest are {named}"
         )
     files = {str(path.relative_to(bundle)): {"bytes": sizes[path], "sha256": _digest(path)} for path in paths}
     manifest = {"python": python, "torch": torch, **facts, "total_bytes": total, "files": files}
@@ -118,10 +155,7 @@ def write_manifest(bundle: Path, python: str, torch: str, **facts: Any) -> dict[
 
 
 def _digest(path: Path) -> str | None:
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 # ---- making ---------------------------------------------------------------------------------------------------------
@@ -134,30 +168,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     new = args.folder.with_name(args.folder.name + ".new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    packages = _packages(new / "site", args.python)
-    version = _pinned("transformer-engine")
-    _transformer_engine(new / "transformer_engine", version, args.torch, cuda, args.cache)
-    made = _goldens(new / "goldens")
-    manifest = write_manifest(
-        new, args.python, args.torch, commit=_commit(), packages=packages, transformer_engine=version,
-        architectures=ARCHITECTURES, goldens=made,
-    )  # fmt: skip
+    if args.whole:
+        from tests.gpu.whole.make import make
+
+        manifest = make(new, args.python, args.torch, cuda, args.heads, args.cache)
+    else:
+        manifest = _make(new, args.python, args.torch, cuda, args.cache)
     shutil.rmtree(args.folder, ignore_errors=True)
     new.rename(args.folder)
     print(f"{args.folder}: {manifest['total_bytes'] / 1e6:.1f} MB for Python {args.python} and torch {args.torch}")
     return 0
 
 
+def _make(target: Path, python: str, torch: str, cuda: str, cache: Path) -> dict[str, Any]:
+    """Fills the folder; its manifest."""
+    packages = _packages(target / "site", python)
+    version = pinned("transformer-engine")
+    _transformer_engine(target / "transformer_engine", version, torch, cuda, cache)
+    made = _goldens(target / "goldens")
+    return write_manifest(
+        target, python, torch, commit=commit(), packages=packages, transformer_engine=version,
+        architectures=ARCHITECTURES, goldens=made,
+    )  # fmt: skip
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bash tests/gpu/bundle.sh", description=__doc__.split("\n")[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "gpu_bundle")
+    parser.add_argument("folder", nargs="?", type=Path, help="default: build/gpu_bundle, or build/gpu_whole")
+    parser.add_argument("--whole", action="store_true", help="vLLM, Ray and all they need, no TransformerEngine")
+    parser.add_argument(
+        "--heads", type=lambda text: [int(part) for part in text.split(",")], default=[64, 128],
+        help="with --whole: head sizes that FlashAttention 3 keeps (default 64,128; also 96, 192, 256, 512)",
+    )  # fmt: skip
     parser.add_argument("--python", choices=("3.11", "3.12"), default="3.12", help="of the GPU machine")
     parser.add_argument("--torch", default="2.11.0+cu130", help="torch.__version__ on the GPU machine")
     caches = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     parser.add_argument(
-        "--cache", type=Path, default=caches / "openrlhf_ext" / "gpu_bundle", help="where the slimmed core is kept"
-    )
-    return parser.parse_args(arguments)
+        "--cache", type=Path, default=caches / "openrlhf_ext" / "gpu_bundle",
+        help="where TransformerEngine's slimmed core is kept, and the symbols of torch",
+    )  # fmt: skip
+    args = parser.parse_args(arguments)
+    args.folder = args.folder or ROOT / "build" / ("gpu_whole" if args.whole else "gpu_bundle")
+    return args
 
 
 def _cuda_of(torch: str) -> str:
@@ -170,10 +222,10 @@ def _cuda_of(torch: str) -> str:
 
 def _packages(site: Path, python: str) -> list[str]:
     """Unpacks the wheels; their file names."""
-    names = [[f"{name}=={_pinned(name)}" for name in group] for group in (ALONE, WITH_REQUIREMENTS)]
+    names = [[f"{name}=={pinned(name)}" for name in group] for group in (ALONE, WITH_REQUIREMENTS)]
     with tempfile.TemporaryDirectory() as folder:
-        _download(folder, "--no-deps", *_wheels_for(python), *names[0])
-        _download(folder, *_wheels_for(python), *names[1])
+        download(folder, "--no-deps", *wheels_for(python), *names[0])
+        download(folder, *wheels_for(python), *names[1])
         return unpack(Path(folder).glob("*.whl"), site)
 
 
@@ -187,7 +239,7 @@ def unpack(wheels: Any, target: Path) -> list[str]:
     return names
 
 
-def _wheels_for(python: str) -> list[str]:
+def wheels_for(python: str) -> list[str]:
     tag = "cp" + python.replace(".", "")
     abis = [part for abi in (tag, "abi3", "none") for part in ("--abi", abi)]
     platforms = [part for name in _PLATFORMS for part in ("--platform", f"{name}_x86_64")]
@@ -196,14 +248,14 @@ def _wheels_for(python: str) -> list[str]:
 
 def _transformer_engine(target: Path, version: str, torch: str, cuda: str, cache: Path) -> None:
     target.mkdir()
-    _download(target, "--no-deps", "--only-binary", ":all:", f"transformer_engine=={version}")
+    download(target, "--no-deps", "--only-binary", ":all:", f"transformer_engine=={version}")
     with tempfile.TemporaryDirectory() as stand_in:
         for name, text in _STAND_IN.items():
             path = Path(stand_in) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(textwrap.dedent(text).format(torch=torch, cuda=cuda))
         wanted = ["--no-deps", "--no-build-isolation", "--no-binary", ":all:", f"transformer_engine_torch=={version}"]
-        _download(target, *wanted, PYTHONPATH=stand_in, NVTE_PYTORCH_FORCE_BUILD="TRUE")
+        download(target, *wanted, PYTHONPATH=stand_in, NVTE_PYTORCH_FORCE_BUILD="TRUE")
     core = f"transformer_engine_cu{cuda.split('.')[0]}"
     kept = cache / "-".join([core, version, *(f"sm{number}" for number in ARCHITECTURES)])
     if not (kept / "core.so.xz").exists():
@@ -216,7 +268,7 @@ def _slimmed_core(target: Path, package: str, version: str) -> None:
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         platform = ["--platform", "manylinux_2_28_x86_64", "--only-binary", ":all:"]
-        _download(folder, "--no-deps", *platform, f"{package}=={version}")
+        download(folder, "--no-deps", *platform, f"{package}=={version}")
         (wheel,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             library = Path(archive.extract("transformer_engine/wheel_lib/libtransformer_engine.so", folder))
@@ -240,7 +292,7 @@ def _goldens(target: Path) -> bool:
     return True
 
 
-def _download(folder: str | Path, *arguments: str, **environment: str) -> None:
+def download(folder: str | Path, *arguments: str, **environment: str) -> None:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder), *arguments]
     done = subprocess.run(
         command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800
@@ -251,22 +303,24 @@ def _download(folder: str | Path, *arguments: str, **environment: str) -> None:
         )
 
 
-def _pinned(name: str) -> str:
+def pinned(name: str) -> str:
     """The version in setup.py, or, of what those need, in the lock."""
     pins = (ROOT / "setup.py").read_text() + (ROOT / "requirements" / "gpu.lock").read_text()
-    match = re.search(rf'(?m)(?:"|^){re.escape(name)}(?:\[[^]]*])?==([^"\s]+)', pins)
+    match = re.search(rf'(?m)(?:"|^){re.escape(name)}(?:\[[^]]*])?==([^"\s;]+)', pins)
     if match is None:
         raise BundleError(f"neither setup.py nor gpu.lock pins a version of {name}")
     return match[1]
 
 
-def _commit() -> str:
+def commit() -> str:
     done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":
+    from tests.gpu import bundle  # its errors are of this module, not of __main__
+
     try:
-        sys.exit(main())
-    except BundleError as problem:
+        sys.exit(bundle.main())
+    except (bundle.BundleError, FatbinError) as problem:
         sys.exit(f"bundle: {problem}")

@@ -1,7 +1,9 @@
 # shellcheck shell=bash
 # What the commands for a GPU machine have in common, for `source`: after it $python is an interpreter with the checkout,
-# and the bundle that the arguments name, on its path. tests.gpu.start says whether it can run them. Nothing is installed
-# or fetched.
+# and the bundle that the arguments name, on its path. A whole bundle (tests/gpu/whole) is unpacked first, once, into
+# OPENRLHF_EXT_SITE (default /tmp/openrlhf_ext_site); OPENRLHF_EXT_TOY is then the folder of the quickstart's policy
+# (start/) and problems (data/). tests.gpu.start says whether the interpreter can run the checks. Nothing is installed or
+# fetched.
 
 export COMMAND="${0#"$PWD"/}"
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -31,12 +33,25 @@ _bundle() {
     done
 }
 
+# its manifest may be what is missing
+_is_whole() {
+    grep -qs '"kind": "whole"' "$1/manifest.json" || compgen -G "$1/part-*" >/dev/null
+}
+
 python="$(_find_python)"
 bundle="$(_bundle "$@")"
 
-export PYTHONPATH="$ROOT${bundle:+:$(cd "$bundle" && pwd)/site}${PYTHONPATH:+:$PYTHONPATH}"
+site="${bundle:+$(cd "$bundle" && pwd)/site}"
+if [[ -n "$bundle" ]] && _is_whole "$bundle"; then
+    unpacked="$(PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" "$python" -m tests.gpu.whole.here "$bundle")" || exit 1
+    site="$unpacked/site"
+    export OPENRLHF_EXT_TOY="$unpacked/toy"
+    # neither package is in it: unset, the first is an ImportError in vLLM's sampler (v1/sample/ops/topk_topp_sampler.py:51)
+    export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0
+fi
+export PYTHONPATH="$ROOT${site:+:$site}${PYTHONPATH:+:$PYTHONPATH}"
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 WANDB_MODE=disabled TOKENIZERS_PARALLELISM=false
-export PYTHONUNBUFFERED=1
+export VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 PYTHONUNBUFFERED=1
 # TransformerEngine compiles kernels while it runs, and does not look where CUDA 13's wheels have their headers
 if [[ -z "${NVTE_CUDA_INCLUDE_DIR:-}" ]]; then
     NVTE_CUDA_INCLUDE_DIR="$("$python" -c 'from openrlhf_ext.fp8 import wheel_folder as f; print(f() / "include" if f() else "")')"

@@ -1,24 +1,28 @@
-"""Shrinks a CUDA shared library to some GPU architectures: what TransformerEngine's core needs to be carried.
+"""Shrinks a CUDA shared library to some GPU architectures, or to some kernels: what is to be carried.
 
-Every entry of ``.nv_fatbin`` for another architecture is overwritten with zeros in place. Offsets, headers and section
-sizes stay, so the library loads as before but compresses far better (TransformerEngine 2.11.0's core: 463 MB, 8.8 MB
-with xz when only sm_90 is kept). Little-endian ELF64 only.
+What is left out of ``.nv_fatbin`` is overwritten with zeros in place. Offsets, headers and section sizes stay, so the
+library loads as before but compresses far better (TransformerEngine 2.11.0's core: 463 MB, 8.8 MB with xz when only
+sm_90 is kept). Little-endian ELF64 only.
 """
 
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 _MAGIC = 0xBA55ED50
-_KIND_CUBIN = 2  # 1 is PTX
+_KIND_PTX, _KIND_CUBIN = 1, 2
 _CONTAINER = struct.Struct("<IHHQ")  # magic, version, header size, payload size
 _ENTRY = struct.Struct("<HHIQ")  # kind, unknown, header size, payload size
 _ARCHITECTURE_OFFSET = 28  # u32 inside the entry header
 _ELF_SECTION = struct.Struct("<IIQQQQIIQQ")
+_NOT_HERE = 100  # an architecture that no kept one can run: sm_100, Blackwell
+# of a kernel of FlashAttention 3, mangled: its main loop's head size follows the tuple of tile sizes
+_HEAD_SIZE = re.compile(rb"CollectiveMainloopFwdSm90ILi\d+EN4cute5tupleI.*?EEELi(\d+)ENS_")
 
 
 class FatbinError(ValueError):
@@ -29,16 +33,19 @@ class FatbinError(ValueError):
 class _Entry:
     kind: int
     architecture: int
+    header: int
     offset: int
     size: int
 
 
-def slim(library: Path, keep: Collection[int]) -> dict[str, int]:
+def slim(library: Path, keep: Collection[int], strict: bool = False) -> dict[str, int]:
     """Zeroes the code of all other architectures in the file ``library``.
 
     Args:
         keep: architectures whose machine code stays, e.g. {90}. A container without any is left whole, so that nothing
             loses its only code.
+        strict: of such a container stays only what can run there: its newest PTX that the oldest kept architecture
+            compiles. Machine code of another major architecture cannot.
 
     Returns:
         ``containers``, ``total_bytes`` of GPU code, ``kept_bytes``.
@@ -51,16 +58,60 @@ def slim(library: Path, keep: Collection[int]) -> dict[str, int]:
         for count, (start, end) in enumerate(_containers(image, *_section(image)), 1):  # noqa: B007  # its last value
             entries = list(_entries(image, start, end))
             wanted = [entry for entry in entries if entry.kind == _KIND_CUBIN and entry.architecture in keep]
+            if not wanted:
+                wanted = _newest_ptx(entries, min(keep)) if strict else entries
             for entry in entries:
                 total += entry.size
-                if not wanted or entry in wanted:
+                if entry in wanted:
                     kept += entry.size
                 else:
-                    image[entry.offset : entry.offset + entry.size] = bytes(entry.size)
+                    _blank(image, entry)
         image.flush()
     if kept == total:
         raise FatbinError(f"{library}: nothing to leave out, or no code for sm_{sorted(keep)}: {total} bytes in all")
     return {"containers": count, "total_bytes": total, "kept_bytes": kept}
+
+
+def slim_heads(library: Path, keep: Collection[int]) -> dict[str, int]:
+    """Zeroes the kernels of FlashAttention 3 in the file ``library`` that are for other head sizes, and says that they
+    are for another architecture: then a launch finds no kernel image, as on any GPU for which there is no code.
+
+    Its machine code is not compressed, so that the kernels' mangled names tell what an entry holds. Entries without
+    such a name, which all head sizes share, stay.
+
+    Returns:
+        ``total_bytes`` of GPU code, ``kept_bytes``.
+
+    Raises:
+        FatbinError: a head size has no kernel.
+    """
+    total = kept = 0
+    found: set[int] = set()
+    with library.open("r+b") as file, mmap.mmap(file.fileno(), 0) as image:
+        for start, end in _containers(image, *_section(image)):
+            for entry in list(_entries(image, start, end)):
+                sizes = {int(size) for size in _HEAD_SIZE.findall(image, entry.offset, entry.offset + entry.size)}
+                found |= sizes
+                total += entry.size
+                if not sizes or sizes & set(keep):
+                    kept += entry.size
+                else:
+                    _blank(image, entry)
+                    struct.pack_into("<I", image, entry.header + _ARCHITECTURE_OFFSET, _NOT_HERE)
+        image.flush()
+    if lacking := sorted(set(keep) - found):
+        raise FatbinError(f"{library}: no kernel for head sizes {lacking}; there are {sorted(found)}")
+    return {"total_bytes": total, "kept_bytes": kept}
+
+
+def _newest_ptx(entries: list[_Entry], architecture: int) -> list[_Entry]:
+    """None, or the one that a GPU of this architecture compiles."""
+    compiled = [entry for entry in entries if entry.kind == _KIND_PTX and entry.architecture <= architecture]
+    return sorted(compiled, key=lambda entry: entry.architecture)[-1:]
+
+
+def _blank(image: mmap.mmap, entry: _Entry) -> None:
+    image[entry.offset : entry.offset + entry.size] = bytes(entry.size)
 
 
 def _section(image: mmap.mmap) -> tuple[int, int]:
@@ -97,7 +148,7 @@ def _entries(image: mmap.mmap, start: int, end: int) -> Iterator[_Entry]:
     while position < end:
         kind, _, header, size = _ENTRY.unpack_from(image, position)
         (architecture,) = struct.unpack_from("<I", image, position + _ARCHITECTURE_OFFSET)
-        yield _Entry(kind, architecture, position + header, size)
+        yield _Entry(kind, architecture, position, position + header, size)
         position += header + size
     if position != end:
         raise FatbinError(f"entries end at {position:#x}, their container at {end:#x}")

@@ -18,7 +18,7 @@ import torch
 from tests.gpu import bundle as bundles
 from tests.gpu import te_build
 from tests.gpu.bundle import BundleError, verify, write_manifest
-from tests.gpu.fatbin import FatbinError, slim
+from tests.gpu.fatbin import FatbinError, slim, slim_heads
 from tests.gpu.kit import Machine, NotHere
 
 HERE = "{}.{}".format(*sys.version_info)
@@ -75,10 +75,10 @@ def test_too_large_names_the_largest(tmp_path, monkeypatch):
 
 def test_versions_are_those_of_the_environment():
     for name in (*bundles.ALONE, *bundles.WITH_REQUIREMENTS):
-        assert bundles._pinned(name) == version(name), name
-    assert bundles._pinned("transformer-engine") == "2.11.0"
+        assert bundles.pinned(name) == version(name), name
+    assert bundles.pinned("transformer-engine") == "2.11.0"
     with pytest.raises(BundleError, match="pins a version of nothing"):
-        bundles._pinned("nothing")
+        bundles.pinned("nothing")
 
 
 def test_torch_must_be_a_cuda_build():
@@ -136,6 +136,41 @@ def test_only_machine_code_of_the_kept_architecture_stays(tmp_path):
     assert after == before.replace(old, bytes(72)).replace(text, bytes(72)) and new in after and only in after
 
 
+def test_strictly_only_what_can_run_there_stays(tmp_path):
+    old, new, newest, later, wrong = (bytes([number]) * 72 for number in (1, 2, 3, 4, 5))
+    file = tmp_path / "lib.so"
+    before = library(
+        file,
+        container(entry(CUBIN, 90, new), entry(PTX, 90, later)),
+        container(entry(PTX, 75, old), entry(PTX, 80, newest), entry(PTX, 100, later), entry(CUBIN, 80, wrong)),
+        container(entry(CUBIN, 100, wrong)),  # nothing for 90
+    )
+    assert slim(file, {90}, strict=True) == {"containers": 3, "total_bytes": 504, "kept_bytes": 144}
+    expected = before
+    for gone in (old, later, wrong):
+        expected = expected.replace(gone, bytes(72))
+    assert file.read_bytes() == expected
+
+
+def kernel(head_size: int) -> bytes:
+    """What the mangled name of a kernel of FlashAttention 3 has of it."""
+    tiles = b"CollectiveMainloopFwdSm90ILi2EN4cute5tupleIJNS_1CILi1EEES4_S4_EEENS3_IJNS_1CILi128EEEEEELi"
+    return b"..." + tiles + str(head_size).encode() + b"ENS_10bfloat16_tE..."
+
+
+def test_kernels_of_other_head_sizes_are_gone_and_said_to_be_for_another_gpu(tmp_path):
+    shared, small, large = b"for all" * 9, kernel(64), kernel(256)
+    file = tmp_path / "lib.so"
+    before = library(file, *(container(entry(CUBIN, 90, code)) for code in (shared, small, large)))
+    assert slim_heads(file, {64}) == {
+        "total_bytes": len(shared + small + large), "kept_bytes": len(shared + small),
+    }  # fmt: skip
+    gone = entry(CUBIN, 100, bytes(len(large)))
+    assert file.read_bytes() == before.replace(entry(CUBIN, 90, large), gone)
+    with pytest.raises(FatbinError, match=r"no kernel for head sizes \[128\]; there are \[64\]"):
+        slim_heads(file, {64, 128})
+
+
 def test_entries_that_do_not_fill_their_container_are_no_fatbin(tmp_path):
     broken = bytearray(container(entry(CUBIN, 80, bytes(64)), entry(CUBIN, 90, bytes(64))))
     struct.pack_into("<Q", broken, 16 + 8, 1 << 20)  # the first entry says that it is larger than all
@@ -160,6 +195,13 @@ def wheel(path: Path, name: str, text: str) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(name, text)
     return path
+
+
+def test_a_whole_bundle_has_nothing_to_build(tmp_path, monkeypatch):
+    write_manifest(tmp_path, HERE, torch.__version__, kind=bundles.WHOLE_KIND)
+    monkeypatch.setattr(te_build, "nvcc", lambda: "nvcc")
+    with pytest.raises(NotHere, match="without TransformerEngine"):
+        te_build.build(Machine(torch.device("cuda"), tmp_path, 60))
 
 
 def test_the_build_needs_a_gpu(made):
