@@ -25,9 +25,11 @@ from tests.gpu.run import commit, hardware, versions
 ROOT = Path(__file__).resolve().parent.parent.parent
 # metric -> how its values of all steps become one number
 METRICS: dict[str, Callable[[list[float]], float]] = {
-    "kl/rollout": max, "kl/rollout_max_abs": max, "weight_sync/probe_diff": max, "drift/logprob_diff": max,
-    "weight_sync/seconds": statistics.median, "time/step": statistics.median, "memory/rank_max_gib": max,
-    "offload/freed_mib": min, "reward/mean": lambda values: values[-1], "eval/accuracy": lambda values: values[-1],
+    "kl/rollout": max, "kl/rollout_max_abs": max, "mismatch/mean_abs": max, "mismatch/entropy_mean_abs": max,
+    "weight_sync/probe_diff": max, "drift/logprob_diff": max, "weight_sync/seconds": statistics.median,
+    "weight_sync/bytes": max, "time/step": statistics.median, "memory/rank_max_gib": max,
+    "memory/device_max_gib": max, "offload/freed_mib": min,
+    "reward/mean": lambda values: values[-1], "eval/accuracy": lambda values: values[-1],
 }  # fmt: skip
 _SKIPPED = 77  # exit status of a step's process
 
@@ -118,7 +120,7 @@ def kill_and_resume(node: Node) -> dict:
     steps = [record["step"] for record in task.metrics("kill_and_resume")]
     if steps != sorted(set(steps)) or steps[-1] != 3:
         raise AssertionError(f"steps 1 to 3 were to be recorded once each, got {steps}")
-    return _measured(task.metrics("kill_and_resume"))
+    return measured(task.metrics("kill_and_resume"))
 
 
 def convert_check(node: Node) -> dict:
@@ -151,7 +153,7 @@ def quickstart(node: Node) -> dict:
     _train([part for name, value in options.items() for part in (f"--{name}", str(value))], node.out / "quickstart.job")
     compare = ["--compare", f"{out}/before.json", "--min_gain", "0.25"]
     _command([*grade, "--model", f"{out}/policy", "--json", f"{out}/after.json", *compare])
-    return _measured([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
+    return measured([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
 
 
 # step -> function, seconds it may take
@@ -201,7 +203,7 @@ def _job(node: Node, name: str, *flags: str, said: str = "policy and engines agr
     """A whole training job of three steps; the policy's log-probs are compared with the engine's at every sync."""
     task = _task(node)
     _train([*task.options(name, **(_settings(node) | more)), *flags], node.out / f"{name}.job", said)
-    return _measured(task.metrics(name))
+    return measured(task.metrics(name))
 
 
 def _train(options: Sequence[str], log: Path, said: str = "policy and engines agree") -> None:
@@ -215,7 +217,7 @@ def _train(options: Sequence[str], log: Path, said: str = "policy and engines ag
         raise AssertionError(f"the job ended with {code}" + ("" if code else f" and never said {said!r}"))
 
 
-def _measured(records: list[dict]) -> dict[str, float]:
+def measured(records: list[dict]) -> dict[str, float]:
     values = {name: [record[name] for record in records if name in record] for name in METRICS}
     return {name: combine(values[name]) for name, combine in METRICS.items() if values[name]}
 

@@ -108,4 +108,4 @@ def test_two_ranks_exchange_what_the_first_call_of_a_group_carries():
 
 def test_metrics_of_all_steps_become_one_number():
     records = [{"kl/rollout": 0.1, "time/step": 9.0}, {"kl/rollout": 0.3, "time/step": 2.0}, {"eval/accuracy": 0.5}]
-    assert node._measured(records) == {"kl/rollout": 0.3, "time/step": 5.5, "eval/accuracy": 0.5}
+    assert node.measured(records) == {"kl/rollout": 0.3, "time/step": 5.5, "eval/accuracy": 0.5}
