@@ -33,13 +33,14 @@ def first(machine: Machine) -> dict:
 
 def graphs(machine: Machine) -> dict:
     """The same compiled, with CUDA graphs."""
+    machine.need_gpu("an engine with CUDA graphs")
     with Runs.open(machine, "graphs") as runs:
-        found = _alone(machine, runs.policy, enforce_eager=not machine.on_gpu)
-    return report(machine, found, ["CUDA graphs", "inductor"])
+        return report(machine, _alone(machine, runs.policy, enforce_eager=False))
 
 
 def v1_runner(machine: Machine) -> dict:
-    """vLLM's first model runner, which a CPU has anyway."""
+    """vLLM's first model runner."""
+    machine.need_gpu("choosing the runner, on a CPU it is the first,")
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     with Runs.open(machine, "v1_runner") as runs:
         return report(machine, _alone(machine, runs.policy, enforce_eager=True))
@@ -56,9 +57,9 @@ def _alone(machine: Machine, model: Path, **more: Any) -> dict:
     """
     before = _used(machine)
     started = time.monotonic()
-    llm = _start(machine, model, **more)
+    llm = start(machine, model, **more)
     found: dict[str, Any] = {"start_seconds": _since(started), "gib_before": before, "gib_awake": _used(machine)}
-    found |= _names(llm)
+    found |= names(llm)
     params = _params(64 if machine.on_gpu else 16)
     prompts = [{"prompt_token_ids": [5 + i % 50 for i in range(n)]} for n in _LENGTHS] * (16 if machine.on_gpu else 4)
     tokens, found["first_generate_seconds"], _ = _generate(llm, prompts, params)
@@ -76,7 +77,7 @@ def _alone(machine: Machine, model: Path, **more: Any) -> dict:
     return found
 
 
-def _start(machine: Machine, model: Path, *, share: float = 0.3, batch: int = 256, **more: Any) -> Any:
+def start(machine: Machine, model: Path, *, share: float = 0.3, batch: int = 256, **more: Any) -> Any:
     """``vllm.LLM`` with what a run's engines have, in this process: an error has its traceback here."""
     os.environ |= {**engine_env(use_gpu=machine.on_gpu, model_path=str(model)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with without_collection():
@@ -94,9 +95,14 @@ def _start(machine: Machine, model: Path, *, share: float = 0.3, batch: int = 25
     return LLM(**(args | more))
 
 
-def _names(llm: Any) -> dict[str, Any]:
+def runner_of(llm: Any) -> Any:
+    """vLLM's model runner, which is in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def names(llm: Any) -> dict[str, Any]:
     """What of vLLM this machine runs."""
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = runner_of(llm)
     layers = [module for module in runner.get_model().modules() if hasattr(module, "attn_backend")]
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     libraries = {Path(file).name for file in mapped if "/vllm/" in file and ".so" in file}
@@ -160,6 +166,7 @@ def of_7b(machine: Machine) -> dict:
 
 def of_7b_graphs_to_1024(machine: Machine) -> dict:
     """The same with graphs up to 1,024 requests, as many as a run's engine batches."""
+    machine.need_gpu("an engine with CUDA graphs")
     return _of_7b(machine, compilation_config={"max_cudagraph_capture_size": 1024})
 
 
@@ -168,11 +175,11 @@ def _of_7b(machine: Machine, **more: Any) -> dict:
     before, started = _used(machine), time.monotonic()
     with Runs.open(machine, "of_7b") as runs:
         model = make_config(runs.folder / "random", SEVEN_B if machine.on_gpu else TINY)
-        llm = _start(
+        llm = start(
             machine, model, share=0.5, batch=max(sizes), load_format="dummy", enforce_eager=not machine.on_gpu,
-            **(more if machine.on_gpu else {}),
+            **more,
         )  # fmt: skip
-        found: dict[str, Any] = {"start_seconds": _since(started), **_names(llm), "gib_before": before}
+        found: dict[str, Any] = {"start_seconds": _since(started), **names(llm), "gib_before": before}
         found |= {"gib_awake": _used(machine), "capture_sizes": _capture_sizes(llm)}
         params = _params(length)
         for size in sizes:

@@ -10,15 +10,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
 from tests.gpu import te_build
 from tests.gpu.kit import Machine, NotHere
-from tests.gpu.runs import ROOT, Run, Runs, report, write_problems
+from tests.gpu.runs import REAL_MODEL, ROOT, Run, Runs, real_checkpoint, report, write_problems
 
-_REAL_MODEL = "OPENRLHF_EXT_REAL_MODEL"
 _LEFT_MIB = 64.0  # of a run that has ended; what the driver's clocks and caches may move meanwhile
 _GAP = 1.3
 """Seconds of a step over those that ``plan`` says that are still what was hoped for."""
@@ -43,12 +41,14 @@ def drift_check(machine: Machine) -> dict:
 
 def graphs(machine: Machine) -> dict:
     """The same run with compiled engines and CUDA graphs, which is a run's default: the same agreement."""
+    machine.need_gpu("a run with CUDA graphs, which is base without them,")
     with Runs.open(machine, "graphs") as runs:
-        return report(machine, runs.run("graphs", vllm__enforce_eager="false").measured(), ["CUDA graphs", "inductor"])
+        return report(machine, runs.run("graphs", vllm__enforce_eager="false").measured())
 
 
 def v1_runner(machine: Machine) -> dict:
     """The same run with vLLM's first model runner."""
+    machine.need_gpu("choosing the runner, on a CPU it is the first,")
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     with Runs.open(machine, "v1_runner") as runs:
         return report(machine, runs.run("v1").measured())
@@ -163,7 +163,7 @@ def real_model(machine: Machine) -> dict:
 
 def _real(runs: Runs, name: str) -> dict:
     on_gpu = runs.machine.on_gpu
-    runs.policy, runs.steps = _real_checkpoint(runs.folder), 20 if on_gpu else 2
+    runs.policy, runs.steps = real_checkpoint(runs.folder), 20 if on_gpu else 2
     runs.prompts, runs.reward = runs.folder / "sums.jsonl", ROOT / "examples/python/reward_gsm8k.py"
     write_problems(runs.prompts, 8 * runs.steps, "What is {a} + {b}?")
     runs.options = {
@@ -176,27 +176,8 @@ def _real(runs: Runs, name: str) -> dict:
     return {**run.measured(), **{f"{key} of every step": values for key, values in each.items()}}
 
 
-def _real_checkpoint(scratch: Path) -> Path:
-    """
-    Raises:
-        NotHere: no path was given.
-        FileNotFoundError: there is no model.
-    """
-    if not (given := os.environ.get(_REAL_MODEL)):
-        raise NotHere(f"a real model: {_REAL_MODEL} names a checkpoint, or the folder with its GGUF file")
-    path = Path(given).resolve()
-    if (path / "config.json").is_file():
-        return path
-    if not list(path.glob("*.gguf")):
-        raise FileNotFoundError(f"{_REAL_MODEL}={path} has neither a config.json nor a GGUF file")
-    target = scratch / "real"
-    command = [sys.executable, "examples/python/real_model.py", "--convert", str(path), str(target)]
-    subprocess.run(command, cwd=ROOT, check=True)
-    return target
-
-
 def of_7b(machine: Machine) -> dict:
-    """Two updates of a random model of Qwen2.5-7B's shape; adapters of rank 16, merged, so that a sync brings all weights.
+    """Two updates of a random model of Qwen2.5-7B's shape: adapters of rank 16, merged: a sync brings all weights.
 
     Returns:
         Seconds of a step by phase beside those that ``openrlhf-ext plan`` says for the same options, most memory beside
@@ -272,7 +253,7 @@ def transformer_engine(machine: Machine) -> dict:
         raise NotHere("TransformerEngine was not built: tests.gpu.te_build:build says why")
     with Runs.open(machine, "transformer_engine") as runs:
         found = {"base": runs.run("base").measured()}
-    if os.environ.get(_REAL_MODEL):
+    if os.environ.get(REAL_MODEL):
         with Runs.open(machine, "transformer_engine") as runs:
             found["real model"] = _real(runs, "real")
     return found

@@ -32,6 +32,7 @@ METRICS: dict[str, Callable[[list[float]], float]] = {
     "reward/mean": lambda values: values[-1], "eval/accuracy": lambda values: values[-1],
 }  # fmt: skip
 _SKIPPED = 77  # exit status of a step's process
+_SLEEP = {"ds__enable_sleep": "true", "vllm__enable_sleep": "true"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Node:
     """Where the steps run.
 
     Attributes:
-        gpus: a power of two, at most 8; on a CPU 2, which are processes.
+        gpus: a power of two, at most 8; on a CPU 2, which are processes. On one GPU policy and engine take turns, and
+            what needs two is skipped.
         model: Hugging Face checkpoint for ``convert --check``; None for the tiny one.
     """
 
@@ -51,6 +53,11 @@ class Node:
     def need_gpus(self, why: str) -> None:
         if self.on_cpu:
             raise NotHere(f"{why}: needs GPUs")
+        self.need_two(why)
+
+    def need_two(self, why: str) -> None:
+        if self.gpus < 2:
+            raise NotHere(f"{why}: needs two GPUs, there is one")
 
 
 # ---- steps: each returns what it measured, raises NotHere, or fails by raising --------------------------------------
@@ -87,6 +94,7 @@ def colocated(node: Node) -> dict:
 
 
 def separate_engines(node: Node) -> dict:
+    node.need_two("an engine on a GPU of its own")
     half = node.gpus // 2
     return _job(
         node, "separate_engines", actor__num_gpus_per_node=half, megatron__tensor_parallel_size=half,
@@ -95,10 +103,10 @@ def separate_engines(node: Node) -> dict:
 
 
 def sleep_and_wake(node: Node) -> dict:
-    measured = _job(node, "sleep_and_wake", ds__enable_sleep="true", vllm__enable_sleep="true", **_colocated(node))
-    if not measured.get("offload/freed_mib", 0.0) > 0:
-        raise AssertionError(f"the policy freed nothing while the engines worked: {measured}")
-    return measured
+    found = _job(node, "sleep_and_wake", **_SLEEP, **_colocated(node))
+    if not found.get("offload/freed_mib", 0.0) > 0:
+        raise AssertionError(f"the policy freed nothing while the engines worked: {found}")
+    return found
 
 
 def kill_and_resume(node: Node) -> dict:
@@ -145,15 +153,22 @@ def quickstart(node: Node) -> dict:
     grade += ["--reward", str(reward), "--n_samples", "2", "--max_new_tokens", "48"]
     _command([*grade, "--model", f"{out}/start", "--json", f"{out}/before.json"])
     options = {
-        "config": "configs/quickstart.yaml", "actor.model_name_or_path": out / "start", "megatron.param_dtype": "bf16",
-        "actor.num_gpus_per_node": node.gpus // 2, "vllm.num_engines": node.gpus // 2, "data.max_samples": 1280,
-        "data.prompt_dataset": data / "train.jsonl", "eval.dataset": data / "heldout.jsonl",
+        "config": "configs/quickstart.yaml", "actor.model_name_or_path": out / "start", "data.max_samples": 1280,
+        **_of_quickstart(node), "data.prompt_dataset": data / "train.jsonl", "eval.dataset": data / "heldout.jsonl",
         "reward.remote_url": reward, "ckpt.output_dir": out / "policy", "logger.metrics_path": out / "metrics.jsonl",
     }  # fmt: skip
     _train([part for name, value in options.items() for part in (f"--{name}", str(value))], node.out / "quickstart.job")
     compare = ["--compare", f"{out}/before.json", "--min_gain", "0.25"]
     _command([*grade, "--model", f"{out}/policy", "--json", f"{out}/after.json", *compare])
     return measured([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
+
+
+def _of_quickstart(node: Node) -> dict[str, Any]:
+    """Data-parallel ranks, and as many engines."""
+    if node.gpus == 1:
+        return {name.replace("__", "."): value for name, value in _settings(node).items()}
+    half = node.gpus // 2
+    return {"megatron.param_dtype": "bf16", "actor.num_gpus_per_node": half, "vllm.num_engines": half}
 
 
 # step -> function, seconds it may take
@@ -181,9 +196,12 @@ def _task(node: Node) -> Any:
 
 
 def _settings(node: Node) -> dict[str, Any]:
-    """What a job has unless it says otherwise: half of the GPUs for the policy, an engine on one of the others."""
+    """What a job has unless it says otherwise: half of the GPUs for the policy, an engine on one of the others; where
+    there is one GPU, they take turns."""
     if node.on_cpu:
         return {"megatron__param_dtype": "fp32"}
+    if node.gpus == 1:
+        return {"megatron__param_dtype": "bf16", **_colocated(node), **_SLEEP}
     half = node.gpus // 2
     return {
         "megatron__param_dtype": "bf16", "actor__num_gpus_per_node": half, "megatron__tensor_parallel_size": half,
@@ -191,8 +209,9 @@ def _settings(node: Node) -> dict[str, Any]:
 
 
 def _colocated(node: Node) -> dict[str, Any]:
-    """All GPUs for both: two pipeline stages, the rest tensor-parallel; an engine on each. On a CPU one stage less."""
-    stages = 1 if node.on_cpu else 2
+    """All GPUs for both: two pipeline stages, the rest tensor-parallel; an engine on each. On a CPU one stage less, and
+    on one GPU."""
+    stages = 1 if node.on_cpu or node.gpus == 1 else 2
     return {
         "train__colocate_all": "true", "actor__num_gpus_per_node": node.gpus, "vllm__num_engines": node.gpus,
         "megatron__pipeline_parallel_size": stages, "megatron__tensor_parallel_size": node.gpus // stages,
@@ -383,7 +402,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _node(args: argparse.Namespace) -> Node:
     """
     Raises:
-        SystemExit: there are fewer than two GPUs.
+        SystemExit: there is no GPU.
     """
     if args.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -392,11 +411,11 @@ def _node(args: argparse.Namespace) -> Node:
         import torch  # takes seconds, and nothing else here needs it
 
         count = torch.cuda.device_count()
-    if count < 2:
-        raise SystemExit(f"torch sees {count} GPUs, 2 to 8 are needed; --cpu tries the script without any")
+    if count < 1:
+        raise SystemExit("torch sees no GPU, 1 to 8 are needed; --cpu tries the script without any")
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    return Node(out, args.cpu, max(n for n in (2, 4, 8) if n <= count), args.model and args.model.resolve())
+    return Node(out, args.cpu, max(n for n in (1, 2, 4, 8) if n <= count), args.model and args.model.resolve())
 
 
 if __name__ == "__main__":

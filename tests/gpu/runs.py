@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 import tempfile
 import time
 import zipfile
@@ -17,7 +19,7 @@ from typing import Any
 import psutil
 
 from tests.e2e.jobs import REWARD, Job
-from tests.gpu.kit import Machine
+from tests.gpu.kit import Machine, NotHere
 from tests.gpu.node import measured
 from tests.models import make_tiny_policy
 
@@ -25,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 AGREE = "policy and engines agree"
 NOT_ON_CPU = ("CUDA IPC", "memory of a sleeping engine", "Model Runner V2", "FlashAttention 3", "Triton kernels")
 """What no rehearsal touches."""
+REAL_MODEL = "OPENRLHF_EXT_REAL_MODEL"
 _TOY, _OUT = "OPENRLHF_EXT_TOY", "OUT"
 _TAIL = 2500  # characters of a run's output in an error
 _SPARE_S = 6.0  # before a check's limit: to say where its run is, and to end it
@@ -200,6 +203,26 @@ def write_problems(file: Path, count: int, question: str) -> None:
     pairs = [(draw.randint(1, 20), draw.randint(1, 9)) for _ in range(count)]
     lines = [json.dumps({"question": question.format(a=a, b=b), "answer": f"#### {a + b}"}) for a, b in pairs]
     file.write_text("".join(f"{line}\n" for line in lines))
+
+
+def real_checkpoint(scratch: Path) -> Path:
+    """The checkpoint that OPENRLHF_EXT_REAL_MODEL names, or one made in ``scratch`` from the GGUF file in that folder.
+
+    Raises:
+        NotHere: no path was given.
+        FileNotFoundError: there is no model.
+    """
+    if not (given := os.environ.get(REAL_MODEL)):
+        raise NotHere(f"a real model: {REAL_MODEL} names a checkpoint, or the folder with its GGUF file")
+    path = Path(given).resolve()
+    if (path / "config.json").is_file():
+        return path
+    if not list(path.glob("*.gguf")):
+        raise FileNotFoundError(f"{REAL_MODEL}={path} has neither a config.json nor a GGUF file")
+    target = scratch / "real"
+    command = [sys.executable, "examples/python/real_model.py", "--convert", str(path), str(target)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return target
 
 
 def report(machine: Machine, found: dict[str, Any], not_touched: Sequence[str] = ()) -> dict[str, Any]:
