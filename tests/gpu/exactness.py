@@ -113,7 +113,7 @@ def _policy_modules(model: Any) -> Modules:
         yield f"{number} qkv", attention.linear_qkv, partial(_as_vllm, groups, size)
         yield f"{number} rotated q", attention.core_attention, lambda args, _: args[0].flatten(1)
         yield f"{number} rotated k", attention.core_attention, lambda args, _: args[1].flatten(1)
-        yield f"{number} attention", attention.core_attention, _output
+        yield f"{number} attention", attention.core_attention, lambda _, out: out.flatten(1)
         yield f"{number} o_proj", attention.linear_proj, _output
         yield f"{number} gate_up", layer.mlp.linear_fc1, _output
         yield f"{number} activation", layer.mlp.linear_fc2, lambda args, _: args[0].flatten(0, -2)

@@ -15,7 +15,7 @@ import torch
 
 from tests.gpu import te_build
 from tests.gpu.kit import Machine, NotHere
-from tests.gpu.runs import REAL_MODEL, ROOT, Run, Runs, real_checkpoint, report, write_problems
+from tests.gpu.runs import REAL_MODEL, ROOT, Run, Runs, real_checkpoint, report, write_problems, write_reward
 
 _LEFT_MIB = 64.0  # of a run that has ended; what the driver's clocks and caches may move meanwhile
 _GAP = 1.3
@@ -189,15 +189,15 @@ def of_7b(machine: Machine) -> dict:
     with Runs.open(machine, "of_7b") as runs:
         shape = SEVEN_B if machine.on_gpu else TINY
         runs.policy = make_checkpoint(runs.folder / "random", shape, machine.device)
-        runs.prompts, runs.steps = runs.folder / "sums.jsonl", 2
+        runs.prompts, runs.reward, runs.steps = runs.folder / "sums.jsonl", runs.folder / "reward_7b.py", 2
         write_problems(runs.prompts, 64, "What is {a} + {b}?")
-        sizes = (32, 8, 512) if machine.on_gpu else (4, 4, 16)
-        prompts, samples, tokens = sizes
+        write_reward(runs.reward)
+        prompts, samples, tokens = (32, 8, 512) if machine.on_gpu else (4, 4, 16)
         share = 0.5 if _device_gib(machine) > 100 else 0.35
         options: dict[str, object] = {
             "data.max_samples": 2 * prompts, "rollout.batch_size": prompts, "rollout.n_samples_per_prompt": samples,
             "train.batch_size": prompts * samples, "rollout.max_new_tokens": tokens, "data.max_len": tokens + 64,
-            "ds.lora.rank": 16, "vllm.lora": "merged", "actor.adam.lr": 1e-3, "vllm.enforce_eager": "false",
+            "algo.advantage.estimator": "grpo", "ds.lora.rank": 16, "vllm.lora": "merged", "actor.adam.lr": 1e-3, "vllm.enforce_eager": "false",
             "vllm.gpu_memory_utilization": share, "train.dynamic_batch_enable": "true",
             "train.max_tokens_per_gpu": 16384, "rollout.max_tokens_per_gpu": 16384, "megatron.recompute": "full",
         }  # fmt: skip

@@ -79,6 +79,7 @@ class Runs:
     largest_kl: float = 5e-3
     options: dict[str, object] = field(default_factory=dict)
     deadline: float = 0.0
+    kept: set[str] = field(default_factory=set)
 
     @classmethod
     @contextmanager
@@ -100,7 +101,7 @@ class Runs:
                 found = (folder / "start", folder / "train.jsonl", folder / "reward.py")
                 make_tiny_policy(found[0], num_hidden_layers=4, intermediate_size=384)  # the toy's shape
                 write_problems(found[1], 96, "{a} + {b} = ")
-                found[2].write_text(REWARD)
+                write_reward(found[2])
             yield cls(machine, check, folder, *found, deadline=deadline)
 
     def given(self, name: str, more: Mapping[str, object]) -> dict[str, object]:
@@ -142,7 +143,7 @@ class Runs:
         run = Run(name, self.folder / name, self._records(name), job.text, round(time.monotonic() - started, 2))
         problems = [f"it ended with {code}"] if code else [*self._problems(run, said)]
         if problems:
-            raise AssertionError(f"run {name!r}: {'; '.join(problems)}\n{tail(job.text)}")
+            raise AssertionError(f"{tail(job.text)}\nrun {name!r}: {'; '.join(problems)}")
         return run
 
     def _problems(self, run: Run, said: str) -> Iterator[str]:
@@ -180,14 +181,15 @@ class Runs:
 
     def _keep(self, name: str) -> None:
         """Log, metrics, events and Ray's own logs of a run go into ``$OUT/flight.zip``."""
-        if not (out := os.environ.get(_OUT)):
+        if not (out := os.environ.get(_OUT)) or name in self.kept:
             return
-        ray = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray/session_latest/logs"
+        self.kept.add(name)
+        rays = [] if (ray := os.environ.get("RAY_TMPDIR")) is None else Path(ray).glob("ray/session_latest/logs/*")
         kept = {
             self.folder / f"{name}.log": "log",
             **{file: file.name for file in (self.folder / name).glob("*.jsonl")},
         }
-        kept |= {file: f"ray/{file.name}" for file in ray.glob("*") if file.is_file()}
+        kept |= {file: f"ray/{file.name}" for file in rays if file.is_file()}
         with zipfile.ZipFile(Path(out) / "flight.zip", "a", zipfile.ZIP_DEFLATED) as archive:
             for file, as_name in kept.items():
                 archive.write(file, f"{self.check}/{name}/{as_name}")
@@ -223,6 +225,11 @@ def real_checkpoint(scratch: Path) -> Path:
     command = [sys.executable, "examples/python/real_model.py", "--convert", str(path), str(target)]
     subprocess.run(command, cwd=ROOT, check=True)
     return target
+
+
+def write_reward(file: Path) -> None:
+    """A reward that differs between most completions, those of a random model too."""
+    file.write_text(REWARD)
 
 
 def report(machine: Machine, found: dict[str, Any], not_touched: Sequence[str] = ()) -> dict[str, Any]:
