@@ -143,7 +143,7 @@ def _recorded(modules: Modules) -> Iterator[States]:
         def keep(
             _: Any, args: tuple, out: Any, name: str = name, meant: Callable[[tuple, Any], Tensor] = meant
         ) -> None:
-            states[name] = meant(args, out).detach().cpu()
+            states[name] = meant(args, out).detach().to("cpu", copy=True)  # some are overwritten in place
 
         handles.append(module.register_forward_hook(keep))
     try:

@@ -128,19 +128,20 @@ def determinism(machine: Machine) -> dict:
         runs.steps = 2
         options = {"train__full_determinism_enable": "true", "logger__samples_every": 1, "logger__samples_groups": 4}
         one, other = (runs.run(name, **options) for name in ("first", "second"))
-    for number, (left, right) in enumerate(zip(one.samples(), other.samples(), strict=True)):
+        samples, again = one.samples(), other.samples()
+    for number, (left, right) in enumerate(zip(samples, again, strict=True)):
         if left != right:
             keys = [key for key in left if left[key] != right[key]]
             raise AssertionError(f"sample {number} of the second run differs in {keys}:\n{left}\n{right}")
     different = {
-        (record["step"], name): (value, again[name])
-        for record, again in zip(one.records, other.records, strict=True)
+        (record["step"], name): (value, repeated[name])
+        for record, repeated in zip(one.records, other.records, strict=True)
         for name, value in record.items()
-        if name.startswith(_REPEATED) and again[name] != value
+        if name.startswith(_REPEATED) and repeated[name] != value
     }
     if different:
         raise AssertionError(f"the same run twice has other numbers: {different}")
-    found = {**one.measured(), "samples": len(one.samples()), "second": other.measured()}
+    found = {**one.measured(), "samples": len(samples), "second": other.measured()}
     return report(machine, found, ["batch-invariant kernels"])
 
 
@@ -157,6 +158,8 @@ def real_model(machine: Machine) -> dict:
     OPENRLHF_EXT_REAL_MODEL names a checkpoint in Hugging Face form, or the folder with SmolLM2's GGUF file, which is
     converted (``examples/python/real_model.py``, package gguf).
     """
+    if not os.environ.get(REAL_MODEL):
+        raise NotHere(f"a real model: {REAL_MODEL} names a checkpoint, or the folder with its GGUF file")
     with Runs.open(machine, "real_model") as runs:
         return report(machine, _real(runs, "real"))
 
@@ -197,7 +200,8 @@ def of_7b(machine: Machine) -> dict:
         options: dict[str, object] = {
             "data.max_samples": 2 * prompts, "rollout.batch_size": prompts, "rollout.n_samples_per_prompt": samples,
             "train.batch_size": prompts * samples, "rollout.max_new_tokens": tokens, "data.max_len": tokens + 64,
-            "algo.advantage.estimator": "grpo", "ds.lora.rank": 16, "vllm.lora": "merged", "actor.adam.lr": 1e-3, "vllm.enforce_eager": "false",
+            "algo.advantage.estimator": "grpo", "ds.lora.rank": 16, "vllm.lora": "merged",
+            "actor.adam.lr": 1e-3, "vllm.enforce_eager": "false",
             "vllm.gpu_memory_utilization": share, "train.dynamic_batch_enable": "true",
             "train.max_tokens_per_gpu": 16384, "rollout.max_tokens_per_gpu": 16384, "megatron.recompute": "full",
         }  # fmt: skip

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from tests.e2e.jobs import REWARD, Job
-from tests.gpu.kit import Machine, NotHere
+from tests.gpu.kit import Machine
 from tests.gpu.node import measured
 from tests.models import make_tiny_policy
 
@@ -211,12 +211,9 @@ def real_checkpoint(scratch: Path) -> Path:
     """The checkpoint that OPENRLHF_EXT_REAL_MODEL names, or one made in ``scratch`` from the GGUF file in that folder.
 
     Raises:
-        NotHere: no path was given.
         FileNotFoundError: there is no model.
     """
-    if not (given := os.environ.get(REAL_MODEL)):
-        raise NotHere(f"a real model: {REAL_MODEL} names a checkpoint, or the folder with its GGUF file")
-    path = Path(given).resolve()
+    path = Path(os.environ[REAL_MODEL]).resolve()
     if (path / "config.json").is_file():
         return path
     if not list(path.glob("*.gguf")):
