@@ -34,8 +34,8 @@ def leaving(machine: Machine) -> dict[str, Any]:
 
 
 def hanging(machine: Machine) -> dict[str, Any]:
-    """With a process of its own, whose number it leaves."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    """With a process in a session of its own, as Ray's are, whose number it leaves."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
     Path(os.environ["CHILD_FILE"]).write_text(str(child.pid))
     time.sleep(3600)
     return {}

@@ -11,7 +11,8 @@ class Check:
 
     Attributes:
         name: "module:function" of a ``check(machine) -> dict``, see ``kit``.
-        call: 1 needs nothing built, 2 builds TransformerEngine and needs it, 3 is about size, 4 about FP8.
+        call: 1 needs nothing built, 2 builds TransformerEngine and needs it, 3 is about size, 4 about FP8, 5 and 6 are
+            whole runs with vLLM and Ray: 5 the ways of a run, 6 failures and real sizes.
         seconds: limit on a GPU, and on a CPU.
         needs: packages without which it is skipped: the bundle brings them to a machine that lacks them.
         environment: variables of its process.
@@ -28,6 +29,8 @@ class Check:
 
 POLICY = ("megatron", "pydantic", "transformers", "safetensors")
 SEGMENTS = (("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),)
+ENGINE = ("vllm", "pydantic", "transformers", "tokenizers", "safetensors")
+RUN = (*POLICY, "vllm", "ray", "openrlhf", "psutil", "tokenizers")
 
 CHECKS = (
     # ---- call 1: nothing is built -----------------------------------------------------------------------------------
@@ -67,4 +70,26 @@ CHECKS = (
     Check("tests.gpu.size:memory_and_mfu", 3, 420, POLICY),
     # ---- call 4: FP8 ------------------------------------------------------------------------------------------------
     Check("tests.gpu.study:fp8", 4, 1200, POLICY, always=True),  # it goes on where the last call ended
+    # ---- call 5: the first flight -----------------------------------------------------------------------------------
+    Check("tests.gpu.engine_alone:first", 5, 180, ENGINE),  # before any Ray: each of its lines is one fact
+    Check("tests.gpu.flight:base", 5, 270, RUN),
+    Check("tests.gpu.flight:drift_check", 5, 270, RUN),
+    Check("tests.gpu.engine_alone:graphs", 5, 180, ENGINE),
+    Check("tests.gpu.flight:graphs", 5, 270, RUN),
+    Check("tests.gpu.flight:entropies", 5, 270, RUN),
+    Check("tests.gpu.flight:adapters", 5, 270, RUN),
+    Check("tests.gpu.flight:fp8", 5, 270, RUN),
+    Check("tests.gpu.engine_alone:v1_runner", 5, 120, ENGINE),
+    Check("tests.gpu.flight:v1_runner", 5, 270, RUN),
+    # ---- call 6: failures, repetition, real sizes; more than one call's minutes: --only, --skip-passed --------------
+    Check("tests.gpu.flight:killed_generating", 6, 270, RUN),
+    Check("tests.gpu.flight:killed_in_a_sync", 6, 270, RUN),
+    Check("tests.gpu.flight:determinism", 6, 300, RUN),
+    Check("tests.gpu.exactness:first_look", 6, 300, RUN),
+    Check("tests.gpu.flight:real_model", 6, 360, RUN),
+    Check("tests.gpu.engine_alone:of_7b", 6, 240, ENGINE),
+    Check("tests.gpu.engine_alone:of_7b_graphs_to_1024", 6, 240, ENGINE),
+    Check("tests.gpu.flight:of_7b", 6, 420, RUN),
+    Check("tests.gpu.te_build:build", 6, 420, always=True),  # seconds, where call 2's wheel was brought along
+    Check("tests.gpu.flight:transformer_engine", 6, 360, RUN),
 )

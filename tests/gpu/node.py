@@ -25,11 +25,14 @@ from tests.gpu.run import commit, hardware, versions
 ROOT = Path(__file__).resolve().parent.parent.parent
 # metric -> how its values of all steps become one number
 METRICS: dict[str, Callable[[list[float]], float]] = {
-    "kl/rollout": max, "kl/rollout_max_abs": max, "weight_sync/probe_diff": max, "drift/logprob_diff": max,
-    "weight_sync/seconds": statistics.median, "time/step": statistics.median, "memory/rank_max_gib": max,
-    "offload/freed_mib": min, "reward/mean": lambda values: values[-1], "eval/accuracy": lambda values: values[-1],
+    "kl/rollout": max, "kl/rollout_max_abs": max, "mismatch/mean_abs": max, "mismatch/entropy_mean_abs": max,
+    "weight_sync/probe_diff": max, "drift/logprob_diff": max, "weight_sync/seconds": statistics.median,
+    "weight_sync/bytes": max, "time/step": statistics.median, "memory/rank_max_gib": max,
+    "memory/device_max_gib": max, "offload/freed_mib": min,
+    "reward/mean": lambda values: values[-1], "eval/accuracy": lambda values: values[-1],
 }  # fmt: skip
 _SKIPPED = 77  # exit status of a step's process
+_SLEEP = {"ds__enable_sleep": "true", "vllm__enable_sleep": "true"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class Node:
     """Where the steps run.
 
     Attributes:
-        gpus: a power of two, at most 8; on a CPU 2, which are processes.
+        gpus: a power of two, at most 8; on a CPU 2, which are processes. On one GPU policy and engine take turns, and
+            what needs two is skipped.
         model: Hugging Face checkpoint for ``convert --check``; None for the tiny one.
     """
 
@@ -49,6 +53,11 @@ class Node:
     def need_gpus(self, why: str) -> None:
         if self.on_cpu:
             raise NotHere(f"{why}: needs GPUs")
+        self.need_two(why)
+
+    def need_two(self, why: str) -> None:
+        if self.gpus < 2:
+            raise NotHere(f"{why}: needs two GPUs, there is one")
 
 
 # ---- steps: each returns what it measured, raises NotHere, or fails by raising --------------------------------------
@@ -85,6 +94,7 @@ def colocated(node: Node) -> dict:
 
 
 def separate_engines(node: Node) -> dict:
+    node.need_two("an engine on a GPU of its own")
     half = node.gpus // 2
     return _job(
         node, "separate_engines", actor__num_gpus_per_node=half, megatron__tensor_parallel_size=half,
@@ -93,10 +103,10 @@ def separate_engines(node: Node) -> dict:
 
 
 def sleep_and_wake(node: Node) -> dict:
-    measured = _job(node, "sleep_and_wake", ds__enable_sleep="true", vllm__enable_sleep="true", **_colocated(node))
-    if not measured.get("offload/freed_mib", 0.0) > 0:
-        raise AssertionError(f"the policy freed nothing while the engines worked: {measured}")
-    return measured
+    found = _job(node, "sleep_and_wake", **_SLEEP, **_colocated(node))
+    if not found.get("offload/freed_mib", 0.0) > 0:
+        raise AssertionError(f"the policy freed nothing while the engines worked: {found}")
+    return found
 
 
 def kill_and_resume(node: Node) -> dict:
@@ -118,7 +128,7 @@ def kill_and_resume(node: Node) -> dict:
     steps = [record["step"] for record in task.metrics("kill_and_resume")]
     if steps != sorted(set(steps)) or steps[-1] != 3:
         raise AssertionError(f"steps 1 to 3 were to be recorded once each, got {steps}")
-    return _measured(task.metrics("kill_and_resume"))
+    return measured(task.metrics("kill_and_resume"))
 
 
 def convert_check(node: Node) -> dict:
@@ -143,15 +153,22 @@ def quickstart(node: Node) -> dict:
     grade += ["--reward", str(reward), "--n_samples", "2", "--max_new_tokens", "48"]
     _command([*grade, "--model", f"{out}/start", "--json", f"{out}/before.json"])
     options = {
-        "config": "configs/quickstart.yaml", "actor.model_name_or_path": out / "start", "megatron.param_dtype": "bf16",
-        "actor.num_gpus_per_node": node.gpus // 2, "vllm.num_engines": node.gpus // 2, "data.max_samples": 1280,
-        "data.prompt_dataset": data / "train.jsonl", "eval.dataset": data / "heldout.jsonl",
+        "config": "configs/quickstart.yaml", "actor.model_name_or_path": out / "start", "data.max_samples": 1280,
+        **_of_quickstart(node), "data.prompt_dataset": data / "train.jsonl", "eval.dataset": data / "heldout.jsonl",
         "reward.remote_url": reward, "ckpt.output_dir": out / "policy", "logger.metrics_path": out / "metrics.jsonl",
     }  # fmt: skip
     _train([part for name, value in options.items() for part in (f"--{name}", str(value))], node.out / "quickstart.job")
     compare = ["--compare", f"{out}/before.json", "--min_gain", "0.25"]
     _command([*grade, "--model", f"{out}/policy", "--json", f"{out}/after.json", *compare])
-    return _measured([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
+    return measured([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
+
+
+def _of_quickstart(node: Node) -> dict[str, Any]:
+    """Data-parallel ranks, and as many engines."""
+    if node.gpus == 1:
+        return {name.replace("__", "."): value for name, value in _settings(node).items()}
+    half = node.gpus // 2
+    return {"megatron.param_dtype": "bf16", "actor.num_gpus_per_node": half, "vllm.num_engines": half}
 
 
 # step -> function, seconds it may take
@@ -179,9 +196,12 @@ def _task(node: Node) -> Any:
 
 
 def _settings(node: Node) -> dict[str, Any]:
-    """What a job has unless it says otherwise: half of the GPUs for the policy, an engine on one of the others."""
+    """What a job has unless it says otherwise: half of the GPUs for the policy, an engine on one of the others; where
+    there is one GPU, they take turns."""
     if node.on_cpu:
         return {"megatron__param_dtype": "fp32"}
+    if node.gpus == 1:
+        return {"megatron__param_dtype": "bf16", **_colocated(node), **_SLEEP}
     half = node.gpus // 2
     return {
         "megatron__param_dtype": "bf16", "actor__num_gpus_per_node": half, "megatron__tensor_parallel_size": half,
@@ -189,8 +209,9 @@ def _settings(node: Node) -> dict[str, Any]:
 
 
 def _colocated(node: Node) -> dict[str, Any]:
-    """All GPUs for both: two pipeline stages, the rest tensor-parallel; an engine on each. On a CPU one stage less."""
-    stages = 1 if node.on_cpu else 2
+    """All GPUs for both: two pipeline stages, the rest tensor-parallel; an engine on each. On a CPU one stage less, and
+    on one GPU."""
+    stages = 1 if node.on_cpu or node.gpus == 1 else 2
     return {
         "train__colocate_all": "true", "actor__num_gpus_per_node": node.gpus, "vllm__num_engines": node.gpus,
         "megatron__pipeline_parallel_size": stages, "megatron__tensor_parallel_size": node.gpus // stages,
@@ -201,7 +222,7 @@ def _job(node: Node, name: str, *flags: str, said: str = "policy and engines agr
     """A whole training job of three steps; the policy's log-probs are compared with the engine's at every sync."""
     task = _task(node)
     _train([*task.options(name, **(_settings(node) | more)), *flags], node.out / f"{name}.job", said)
-    return _measured(task.metrics(name))
+    return measured(task.metrics(name))
 
 
 def _train(options: Sequence[str], log: Path, said: str = "policy and engines agree") -> None:
@@ -215,7 +236,7 @@ def _train(options: Sequence[str], log: Path, said: str = "policy and engines ag
         raise AssertionError(f"the job ended with {code}" + ("" if code else f" and never said {said!r}"))
 
 
-def _measured(records: list[dict]) -> dict[str, float]:
+def measured(records: list[dict]) -> dict[str, float]:
     values = {name: [record[name] for record in records if name in record] for name in METRICS}
     return {name: combine(values[name]) for name, combine in METRICS.items() if values[name]}
 
@@ -381,7 +402,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _node(args: argparse.Namespace) -> Node:
     """
     Raises:
-        SystemExit: there are fewer than two GPUs.
+        SystemExit: there is no GPU.
     """
     if args.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -390,11 +411,11 @@ def _node(args: argparse.Namespace) -> Node:
         import torch  # takes seconds, and nothing else here needs it
 
         count = torch.cuda.device_count()
-    if count < 2:
-        raise SystemExit(f"torch sees {count} GPUs, 2 to 8 are needed; --cpu tries the script without any")
+    if count < 1:
+        raise SystemExit("torch sees no GPU, 1 to 8 are needed; --cpu tries the script without any")
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    return Node(out, args.cpu, max(n for n in (2, 4, 8) if n <= count), args.model and args.model.resolve())
+    return Node(out, args.cpu, max(n for n in (1, 2, 4, 8) if n <= count), args.model and args.model.resolve())
 
 
 if __name__ == "__main__":

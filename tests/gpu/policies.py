@@ -6,12 +6,10 @@ Shape suffixes: B = sequences, N = response tokens of all.
 from __future__ import annotations
 
 import gc
-import json
 import tempfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,10 +32,11 @@ from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
 from openrlhf_ext.options.sections import Actor, Adam, Megatron, Rollout
+from tests.gpu.shapes import Model, drawn
 from tests.megatron.parity import WeightedLogprob, micro_batches
 
 __all__ = [
-    "Actor", "Adam", "Adapter", "ModelStates", "ParallelLayout", "WeightedLogprob", "initialize_distributed",
+    "Actor", "Adam", "Adapter", "Model", "ModelStates", "ParallelLayout", "WeightedLogprob", "initialize_distributed",
     "parallel_state",
 ]  # fmt: skip
 
@@ -50,30 +49,6 @@ RECOMPUTE = {
     "full, uniform": {"recompute": "full"},
 }
 OPTIMIZER = Actor(adam=Adam(lr=1e-3), lr_scheduler="constant")
-
-
-@dataclass(frozen=True)
-class Model:
-    """A Qwen2 by the names of its ``config.json``."""
-
-    num_hidden_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-
-    def write(self, folder: Path) -> Path:
-        """``folder`` with a ``config.json`` and no weights."""
-        more = {
-            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 32768, "tie_word_embeddings": False, "use_sliding_window": False,
-            "rope_theta": 1e6,
-        }  # fmt: skip
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(asdict(self) | more))
-        return folder
 
 
 class RandomPolicy(MegatronPolicy):
@@ -94,15 +69,6 @@ class RandomPolicy(MegatronPolicy):
             type(module).__module__.startswith("megatron.core.extensions") for module in self.chunks[0].modules()
         )
         return "TransformerEngine" if used else "plain"
-
-
-def drawn(name: str, like: Tensor, draw: int = 0) -> Tensor:
-    """fp32 values of a size at which a parameter matters; always the same for the same name on the same device."""
-    generator = torch.Generator(like.device).manual_seed(zlib.crc32(f"{draw} {name}".encode()))
-    values = torch.empty(like.shape, device=like.device).normal_(generator=generator)
-    if "norm" in name:
-        return values.mul_(0.1).add_(1.0)
-    return values.mul_(0.1 if name.endswith("bias") else like.shape[-1] ** -0.5)
 
 
 def random_policy(

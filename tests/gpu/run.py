@@ -43,6 +43,7 @@ from openrlhf_ext.imports import without_collection
 from tests.gpu import older_torch
 from tests.gpu.calls import Check
 from tests.gpu.kit import Machine, NotHere, Partly, TimeUp
+from tests.gpu.leftovers import none_left
 from tests.gpu.watch import watched
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,8 +117,10 @@ class Process:
     def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
         self._result, self._log = folder / "result.json", folder / "output.txt"
         command = [sys.executable, "-m", *command, "--result", str(self._result)]
-        # the stacks of all threads, should it crash, or be told by SIGABRT to say where it hangs
-        environment = os.environ | {"PYTHONFAULTHANDLER": "1", **environment}
+        # the stacks of all threads, should it crash, or be told by SIGABRT to say where it hangs; and temporary files,
+        # Ray's too, where they go away with the folder
+        own = {"PYTHONFAULTHANDLER": "1", "TMPDIR": str(folder), "RAY_TMPDIR": str(folder)}
+        environment = os.environ | own | dict(environment)
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -181,7 +184,7 @@ def supervised(
         environment: variables of its own.
     """
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, watched() as gpu:
+    with tempfile.TemporaryDirectory() as folder, none_left(), watched() as gpu:
         process = Process(command, Path(folder), environment)
         try:
             outcome = process.outcome(limit)
@@ -361,7 +364,7 @@ def commit() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--call", type=int, choices=(1, 2, 3, 4), default=1)
+    parser.add_argument("--call", type=int, choices=(1, 2, 3, 4, 5, 6), default=1)
     parser.add_argument("--minutes", type=float, default=8.0, help="for all checks together")
     parser.add_argument("--output", type=Path, default=Path("gpu.json"))
     parser.add_argument("--bundle", type=Path, help="folder that bundle.sh made: wheels, goldens")

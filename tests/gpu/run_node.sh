@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# First contact with a node of 2 to 8 GPUs on which everything is installed (docs/cluster.md): every part of the stack
+# First contact with a node of 1 to 8 GPUs on which everything is installed (docs/cluster.md): every part of the stack
 # once, on tiny models, each step with a limit and a log file of its own.
 #
 #   bash tests/gpu/run_node.sh [--out FOLDER] [--only STEP ...] [--model FOLDER] [--cpu]

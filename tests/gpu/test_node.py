@@ -11,6 +11,7 @@ import pytest
 
 from openrlhf_ext.config import load_config
 from tests.gpu import node
+from tests.gpu.kit import NotHere
 from tests.launch import launch
 from tests.models import make_tiny_policy
 from tests.patience import PATIENCE_S, until
@@ -48,7 +49,7 @@ def test_a_step_that_fails_is_named_and_the_rest_goes_on(tmp_path):
 
 def test_without_gpus_it_says_how_to_try_it(tmp_path):
     run = run_node(tmp_path / "node", "--only", "doctor")
-    assert run.returncode == 1 and "torch sees 0 GPUs, 2 to 8 are needed; --cpu" in run.stderr
+    assert run.returncode == 1 and "torch sees no GPU, 1 to 8 are needed; --cpu" in run.stderr
 
 
 def test_a_step_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
@@ -78,7 +79,7 @@ class Asked(Exception):
     """Holds the options that a job would have been started with."""
 
 
-@pytest.mark.parametrize("gpus", [2, 4, 8])
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
 def test_every_job_is_one_that_a_node_of_so_many_gpus_can_run(tmp_path, monkeypatch, gpus):
     def ask(options, *_):
         raise Asked(options)
@@ -90,6 +91,10 @@ def test_every_job_is_one_that_a_node_of_so_many_gpus_can_run(tmp_path, monkeypa
     for name in ("train", "heldout"):
         (tmp_path / f"quickstart/data/{name}.jsonl").write_text('{"question": "1 + 1 = ", "answer": "2"}\n' * 32)
     for name in JOBS:
+        if gpus == 1 and name in ("engine_tp2", "separate_engines"):
+            with pytest.raises(NotHere, match="needs two GPUs, there is one"):
+                node.STEPS[name][0](node.Node(tmp_path, False, gpus, None))
+            continue
         with pytest.raises(Asked) as asked:
             node.STEPS[name][0](node.Node(tmp_path, False, gpus, None))
         config = load_config(asked.value.args[0])
@@ -97,8 +102,9 @@ def test_every_job_is_one_that_a_node_of_so_many_gpus_can_run(tmp_path, monkeypa
         engines = config.vllm.num_engines * config.vllm.tensor_parallel_size
         assert ranks == engines if config.train.colocate_all else ranks + engines <= gpus, name
         assert config.megatron.param_dtype == "bf16"
+        assert gpus > 1 or (config.train.colocate_all and config.ds.enable_sleep and config.vllm.enable_sleep), name
         if name == "colocated":
-            assert ranks == gpus and config.megatron.pipeline_parallel_size == 2
+            assert ranks == gpus and config.megatron.pipeline_parallel_size == min(2, gpus)
 
 
 def test_two_ranks_exchange_what_the_first_call_of_a_group_carries():
@@ -108,4 +114,4 @@ def test_two_ranks_exchange_what_the_first_call_of_a_group_carries():
 
 def test_metrics_of_all_steps_become_one_number():
     records = [{"kl/rollout": 0.1, "time/step": 9.0}, {"kl/rollout": 0.3, "time/step": 2.0}, {"eval/accuracy": 0.5}]
-    assert node._measured(records) == {"kl/rollout": 0.3, "time/step": 5.5, "eval/accuracy": 0.5}
+    assert node.measured(records) == {"kl/rollout": 0.3, "time/step": 5.5, "eval/accuracy": 0.5}
