@@ -15,7 +15,7 @@ from tests.gpu.kit import Machine
 # parts of names, in this order; on a CPU the names are those of torch's operations
 _GROUPS = {
     "attention": ("fmha", "flash", "attention", "cudnn_generated"),
-    "head": ("_statistics_kernel", "_gradient_kernel"),
+    "head": ("_statistics_kernel", "_merge_kernel", "_gradient_kernel"),
     "quantization": ("quantize", "cast_transpose", "block_scal", "amax", "fp8"),
     "products": ("gemm", "nvjet", "cutlass", "xmma", "cublas", "splitk", "::mm", "::addmm", "::bmm", "::matmul"),
     "norms": ("norm",),

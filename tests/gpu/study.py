@@ -19,7 +19,7 @@ recipes: [current]
 linear: {tokens: 64, inputs: 128, outputs: 64, micro_batches: 2}
 products: {tokens: 64, tensor_parallel: [1, 8], repeats: 1, columns: {qkv: [128, 256]}, rows: {down: [256, 128]}}
 layers: {num_layers: 1, heads: 8, kv_heads: 2, head_dim: 16, mlp: 256, sequences: [32], tensor_parallel: [8, 4, 2],
-         mlp_only: [current], repeats: 1}
+         mlp_only: [current], variants: [recompute], repeats: 1}
 """
 
 
