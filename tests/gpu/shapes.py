@@ -52,6 +52,8 @@ def make_checkpoint(folder: Path, model: Model, device: torch.device) -> Path:
             shards.append({})
         shards[-1][name] = tensor.cpu()
     _write(folder, shards)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # a run is about to count the device's memory
     files = {name: _shard(number) for number, shard in enumerate(shards) for name in shard}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     return folder
