@@ -122,17 +122,28 @@ except NotImplementedError:  # an op for CUDA, whose arguments were understood
     print(json.dumps([sum(name.startswith("_C::") for name in names), "_vllm_fa3_C::fwd" in names, fp8]))
 """
 _NVML_WITH_ONE_H100 = """
-import triton.backends
+import importlib.util, sys, triton.backends
 triton.backends.backends["nvidia"].driver.is_active = staticmethod(lambda: True)
-import vllm.third_party.pynvml as nvml
-class Memory: total = 80 << 30; free = 79 << 30; used = 1 << 30
-nvml.nvmlInit = nvml.nvmlShutdown = lambda *_: None
-nvml.nvmlDeviceGetCount = lambda: 1
-nvml.nvmlDeviceGetHandleByIndex = lambda index: index
-nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)
-nvml.nvmlDeviceGetName = lambda handle: "NVIDIA H100 80GB HBM3"
-nvml.nvmlDeviceGetUUID = lambda handle: "GPU-0"
-nvml.nvmlDeviceGetMemoryInfo = lambda handle: Memory
+
+class Nvml:  # vLLM chooses its platform as it is imported
+    def find_spec(self, name, path=None, target=None):
+        if name != "vllm.third_party.pynvml":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        def exec_module(nvml):
+            execute(nvml)
+            nvml.nvmlInit = nvml.nvmlShutdown = lambda *_: None
+            nvml.nvmlDeviceGetCount = lambda: 1
+            nvml.nvmlDeviceGetHandleByIndex = lambda index: index
+            nvml.nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)
+            nvml.nvmlDeviceGetName = lambda handle: "NVIDIA H100 80GB HBM3"
+            nvml.nvmlDeviceGetUUID = lambda handle: "GPU-0"
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Nvml())
 from vllm.platforms import current_platform
 assert current_platform.is_cuda(), current_platform
 current_platform.import_kernels()
