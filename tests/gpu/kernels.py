@@ -49,8 +49,8 @@ def profiled(machine: Machine, work: Callable[[], object]) -> dict[str, Any]:
             torch.cuda.synchronize()
     rows = []
     for event in profiler.key_averages():
-        if on_cuda and event.device_type != DeviceType.CUDA:
-            continue  # an operation of the host, whose kernels have rows of their own
+        if on_cuda and (event.device_type != DeviceType.CUDA or event.is_user_annotation):
+            continue  # an operation of the host, or a span with a name: the kernels have rows of their own
         seconds = (event.self_device_time_total if on_cuda else event.self_cpu_time_total) / 1e6
         rows.append((event.key, seconds, event.count))
     found = grouped(rows)
