@@ -225,8 +225,8 @@ def real_checkpoint(scratch: Path) -> Path:
 
 
 def write_reward(file: Path) -> None:
-    """A reward that differs between most completions, those of a random model too."""
-    file.write_text(REWARD)
+    """A reward that differs between most completions, those of a random model too, of which half count as right."""
+    file.write_text(REWARD.replace("share > 0.4", "share > 0.27"))
 
 
 def report(machine: Machine, found: dict[str, Any], not_touched: Sequence[str] = ()) -> dict[str, Any]:
