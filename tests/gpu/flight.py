@@ -167,15 +167,21 @@ def real_model(machine: Machine) -> dict:
 
 
 def _real(runs: Runs, name: str) -> dict:
+    """On a CPU one update of few samples, none of which may be right: with a reward that differs all the same."""
     on_gpu = runs.machine.on_gpu
-    runs.policy, runs.steps = real_checkpoint(runs.folder), 20 if on_gpu else 2
+    runs.policy, runs.steps = real_checkpoint(runs.folder), 20 if on_gpu else 1
+    prompts, samples, tokens = (8, 8, 24) if on_gpu else (4, 4, 12)
     runs.prompts, runs.reward = runs.folder / "sums.jsonl", ROOT / "examples/python/reward_gsm8k.py"
-    write_problems(runs.prompts, 8 * runs.steps, "What is {a} + {b}?")
+    write_problems(runs.prompts, prompts * runs.steps, "What is {a} + {b}?")
     runs.options = {
-        "config": "configs/real_model.yaml", "train.max_staleness": 0, "data.max_samples": 8 * runs.steps,
-        "rollout.batch_size": 8, "rollout.n_samples_per_prompt": 8 if on_gpu else 4,
-        "train.batch_size": 64 if on_gpu else 32, "rollout.max_new_tokens": 24,
+        "config": "configs/real_model.yaml", "train.max_staleness": 0, "data.max_samples": prompts * runs.steps,
+        "rollout.batch_size": prompts, "rollout.n_samples_per_prompt": samples, "train.batch_size": prompts * samples,
+        "rollout.max_new_tokens": tokens,
     }  # fmt: skip
+    if not on_gpu:
+        runs.reward = runs.folder / "reward_real.py"
+        write_reward(runs.reward)
+        runs.options["algo.advantage.estimator"] = "grpo"
     run = runs.run(name)
     each = {key: [record[key] for record in run.records] for key in ("weight_sync/probe_diff", "kl/rollout")}
     return {**run.measured(), **{f"{key} of every step": values for key, values in each.items()}}
