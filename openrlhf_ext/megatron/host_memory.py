@@ -83,8 +83,9 @@ class ModelStates:
                 torch.cuda.empty_cache()  # back to the driver: the engines are other processes
         swap = measured.swap
         if todo:
-            moved, freed = swap.moved_bytes / 2**20, swap.measured_bytes / 2**20
-            logger.debug("offloaded %s: %.1f MiB in %.2f s, %.1f MiB are free now", todo, moved, swap.seconds, freed)
+            room, moved, freed = (n / 2**20 for n in (swap.room_bytes, swap.moved_bytes, swap.measured_bytes))
+            text = "offloaded %s: %.1f MiB, %.1f of them copied, in %.2f s; %.1f MiB are free now"
+            logger.debug(text, todo, room, moved, swap.seconds, freed)
         return swap
 
     def reload(self, *kinds: str) -> Swap:
