@@ -15,7 +15,7 @@ from openrlhf_ext.rollout.sync import plan
 from openrlhf_ext.rollout.sync.plan import bit_sum, words
 from tests.patience import PATIENCE_S
 
-MODULE = "openrlhf_ext.rollout.sync.triton_sums"
+MODULE = "openrlhf_ext.rollout.triton_sums"
 COMPILE = f"""
 import triton
 from triton.backends.compiler import GPUTarget
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(
 def test_the_kernels_sum_is_the_cpus(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, shape: tuple) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    from openrlhf_ext.rollout.sync import triton_sums
+    from openrlhf_ext.rollout import triton_sums
 
     generator = torch.Generator().manual_seed(len(shape))
     tensor = torch.randn(shape, generator=generator).to(dtype)

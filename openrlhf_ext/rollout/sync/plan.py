@@ -243,7 +243,7 @@ def bit_sum(words: Tensor) -> Tensor:
     """(): the sum of the words modulo 2^64, mixed so that changes of several do not cancel (+1 and -1 in two words of
     one block do). Zeros count nothing. Nothing is read back from the device."""
     if words.is_cuda and _has_triton():
-        from openrlhf_ext.rollout.sync import triton_sums  # needs the package triton
+        from openrlhf_ext.rollout import triton_sums  # needs the package triton
 
         return triton_sums.bit_sum(words, _FACTOR)
     total = torch.zeros((), dtype=torch.int64, device=words.device)

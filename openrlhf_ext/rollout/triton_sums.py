@@ -1,4 +1,4 @@
-"""``plan.bit_sum`` on a GPU in one pass of a Triton kernel; importing this module needs the package ``triton``.
+"""``sync.plan.bit_sum`` on a GPU in one pass of a Triton kernel; importing this module needs the package ``triton``.
 
 In torch's operations it took 7 % of an H200's memory rate, more than half of a weight sync by CUDA IPC.
 """
