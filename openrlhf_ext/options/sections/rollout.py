@@ -31,7 +31,8 @@ class Vllm(Section):
         "reuse the KV cache of common prompt prefixes; dropped after every weight sync")
     enforce_eager: bool = option(False, "run the engines without CUDA graphs (slower, starts faster)")
     max_cudagraph_capture_size: Int | None = added(None,
-        "requests of a decoding step up to which CUDA graphs are captured; a step of more runs without them", ge=1,
+        "requests of a decoding step up to which CUDA graphs are captured; a step of more runs without them; without "
+        "effect on CPU", ge=1,
         default_text="vLLM's: twice vllm.max_num_seqs, at most 512 on Hopper")
     enable_sleep: bool = option(False,
         "with train.colocate_all: the engines give up their memory while the policy trains; without effect on CPU")

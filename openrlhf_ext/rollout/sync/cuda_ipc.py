@@ -39,8 +39,8 @@ _READY, _TAKEN, _LEFT = "frame/{}", "taken/{}", "left"
 
 
 class CudaIpc(Transport):
-    """CUDA IPC, of expandable segments too (seen on an H200 between two processes). `key` to
-    `synchronize` are all that knows of CUDA: how memory of a device is shared between processes."""
+    """CUDA IPC, of expandable segments too (seen on an H200 between two processes). `key` to `synchronize` are all that
+    knows of CUDA: how memory of a device is shared between processes."""
 
     needs_gpu = True
 
