@@ -25,16 +25,17 @@ from __future__ import annotations
 
 import os
 import re
-import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from openrlhf_ext.rewards.answers import answers_equal, label_text
+from openrlhf_ext.rewards.grading import completion_of
 
 END_TOKENS = re.compile(r"(?:<\|(?:im_end|endoftext|eot_id|end_of_text)\|>)+\Z")  # where completions are not passed
 WELL_FORMED = re.compile(r"<reasoning>([^<>]*)</reasoning><answer>([^<>]*)</answer>")
 FINAL_ANSWER = re.compile(r"<answer>([^<>]*)</answer>\Z")
 INTEGER = re.compile(r"-?[0-9]{1,18}")
-PROMPT_END_CHARACTERS = 64
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ CREDITS = Credits.from_environment()
 
 
 def reward_func(
-    queries: list[str], prompts: list[str], labels: list[str], completions: list[str] | None = None, **_: Any
+    queries: list[str], prompts: list[str], labels: list[Any], completions: list[str] | None = None, **_: Any
 ) -> dict[str, Any]:
     """OpenRLHF's reward convention; a call for one completion gets scalars back, a call for more gets lists.
 
@@ -86,7 +87,7 @@ def reward_func(
     """
     if completions is None:
         completions = [completion_of(query, prompt) for query, prompt in zip(queries, prompts, strict=True)]
-    grades = [grade(completion, label) for completion, label in zip(completions, labels, strict=True)]
+    grades = [grade(completion, label_text(label)) for completion, label in zip(completions, labels, strict=True)]
     scores = _per_call([float(g.correct) for g in grades])
     return {
         "rewards": _per_call([g.reward(CREDITS) for g in grades]),
@@ -99,24 +100,24 @@ def grade(completion: str, label: str) -> Grade:
     """Grades a completion against a GSM8K label (steps, one a line, then ``#### number``).
 
     Raises:
-        ValueError: the label holds no number after ``####``.
+        ValueError: the label holds no integer.
     """
     steps, answer = parse_label(label)
     text = END_TOKENS.sub("", completion.strip()).strip()
     form = WELL_FORMED.fullmatch(text)
     return Grade(
-        correct=final_answer(text) == answer,
+        correct=(stated := final_answer(text)) is not None and answers_equal(stated, answer),
         well_formed=form is not None,
         correct_steps=share_of_correct_steps(form[1], steps) if form else 0.0,
     )
 
 
-def final_answer(text: str) -> int | None:
-    """The integer in the only answer block, which must end the text; None if there is no such block."""
+def final_answer(text: str) -> str | None:
+    """What is in the only answer block, which must end the text; None if there is no such block."""
     block = FINAL_ANSWER.search(text)
     if block is None or text.count("<answer>") != 1 or text.count("</answer>") != 1:
         return None
-    return _integer(block[1])
+    return block[1]
 
 
 def share_of_correct_steps(reasoning: str, steps: list[str]) -> float:
@@ -127,31 +128,15 @@ def share_of_correct_steps(reasoning: str, steps: list[str]) -> float:
     return sum(mine == right for mine, right in zip(written, steps, strict=False)) / len(steps)
 
 
-def parse_label(label: str) -> tuple[list[str], int]:
-    """``"3+4=7\\n7*2=14\\n#### 14"`` -> ``(["3+4=7", "7*2=14"], 14)``; raises ValueError without ``#### number``."""
-    solution, mark, answer = label.rpartition("####")
-    number = _integer(answer)
-    if not mark or number is None:
-        raise ValueError(f"label must end in '#### <integer>' as in GSM8K (--data.label_key answer), got {label!r}")
-    return [line.strip() for line in solution.splitlines() if line.strip()], number
+def parse_label(label: str) -> tuple[list[str], str]:
+    """``"3+4=7\\n7*2=14\\n#### 14"`` -> ``(["3+4=7", "7*2=14"], "14")``; of a bare number no steps.
 
-
-# stands in each of these files, so that any of them can be copied alone
-def completion_of(query: str, prompt: str) -> str:
-    """What follows the prompt in the query.
-
-    Tokenizers such as Qwen2's compose accents (NFC), and a long prompt may have lost its beginning to truncation.
+    Raises ValueError if there is no integer.
     """
-    for written in (prompt, unicodedata.normalize("NFC", prompt)):
-        if query.startswith(written):
-            return query[len(written) :]
-    ending = unicodedata.normalize("NFC", prompt)[-PROMPT_END_CHARACTERS:]
-    return query.partition(ending)[2] if ending in query else query
-
-
-def _integer(text: str) -> int | None:
-    text = text.strip()
-    return int(text) if INTEGER.fullmatch(text) else None
+    solution, _, answer = label.rpartition("####")
+    if not INTEGER.fullmatch(answer.strip()):
+        raise ValueError(f"label must end in '#### <integer>' as in GSM8K (--data.label_key answer), got {label!r}")
+    return [line.strip() for line in solution.splitlines() if line.strip()], answer.strip()
 
 
 def _per_call(values: list[float]) -> float | list[float]:

@@ -1,7 +1,7 @@
 """A reward function for Python answers: does the code pass the problem's asserts?
 
-A label is the asserts, as MBPP and HumanEval's users have them, one statement a line; every name in them that is not
-Python's and that they do not define is a function of the answer::
+A label is the asserts, as MBPP and HumanEval's users have them, one statement a line or a list of them; every name in
+them that is not Python's and that they do not define is a function of the answer::
 
     {"question": "Write a function add(a, b) that returns the sum.", "answer": "assert add(1, 2) == 3\\nassert ..."}
 
@@ -51,11 +51,12 @@ Answer("", LIMITS).close()  # whether this machine can confine it is known befor
 
 
 def reward_func(
-    queries: list[str], prompts: list[str], labels: list[str], completions: list[str], **_: Any
+    queries: list[str], prompts: list[str], labels: list[Any], completions: list[str], **_: Any
 ) -> dict[str, Any]:
     """OpenRLHF's reward convention, called with lists of one element; ``completions`` come without their end token."""
     (label,), (completion,) = labels, completions
-    outcome = run_asserts(code_of(completion), label, LIMITS)
+    asserts = "\n".join(label) if isinstance(label, list) else label
+    outcome = run_asserts(code_of(completion), asserts, LIMITS)
     correct = float(outcome.passed == outcome.asserts)
     passed = outcome.passed / outcome.asserts
     return {

@@ -19,17 +19,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from openrlhf_ext.rewards.answers import answer_line, answers_equal
+from openrlhf_ext.rewards.answers import answer_line, answers_equal, label_text
 from openrlhf_ext.rewards.grading import completion_of
 
 
 def reward_func(
-    queries: list[str], prompts: list[str], labels: list[str], completions: list[str] | None = None, **_: Any
+    queries: list[str], prompts: list[str], labels: list[Any], completions: list[str] | None = None, **_: Any
 ) -> dict[str, Any]:
     """OpenRLHF's reward convention, called with lists of one element; ``completions`` come without their end token."""
     (query,), (prompt,), (label,) = queries, prompts, labels
     stated = answer_line(completions[0] if completions else completion_of(query, prompt))
-    correct = float(stated is not None and answers_equal(stated, gold_answer(label)))
+    correct = float(stated is not None and answers_equal(stated, gold_answer(label_text(label))))
     return {
         "rewards": 2.0 * correct - 1.0,
         "scores": correct,

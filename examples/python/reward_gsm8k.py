@@ -2,7 +2,7 @@
 
 The stated answer is looked for in this order: the last ``<answer>...</answer>``, the last ``\\boxed{...}``, the last
 ``#### ...``, and, where a completion has none of them, its last number. Numbers are compared exactly, as fractions:
-``$1,080.00``, ``1080`` and ``2160/2`` are equal; thousands separators, currency and per cent signs do not count.
+``$1,080.00``, ``1080`` and ``2160/2`` are equal, ``1 1/2`` and ``3/2`` too; see openrlhf_ext/rewards/answers.py.
 
 * ``rewards`` and ``scores``: 1 if the numbers are equal, else 0.
 * ``extra_logs``: ``accuracy`` (as the score) and ``answered`` (1 if the answer was marked, not guessed from the text).
@@ -17,25 +17,23 @@ openrlhf_ext/rewards/maths.py).
 from __future__ import annotations
 
 import re
-import unicodedata
 from typing import Any
 
-from openrlhf_ext.rewards.answers import answers_equal, extract_answer
+from openrlhf_ext.rewards.answers import answers_equal, extract_answer, is_number, label_text, last_number
+from openrlhf_ext.rewards.grading import completion_of
 
-NUMBER = re.compile(r"-?[$€£]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
 LABEL_ANSWER = re.compile(r"####[ \t]*(\S.*)")
-PROMPT_END_CHARACTERS = 64
 
 
 def reward_func(
-    queries: list[str], prompts: list[str], labels: list[str], completions: list[str] | None = None, **_: Any
+    queries: list[str], prompts: list[str], labels: list[Any], completions: list[str] | None = None, **_: Any
 ) -> dict[str, Any]:
     """OpenRLHF's reward convention, called with lists of one element; ``completions`` come without their end token."""
     (query,), (prompt,), (label,) = queries, prompts, labels
     completion = completions[0] if completions else completion_of(query, prompt)
     marked = extract_answer(completion)
     stated = marked if marked is not None else last_number(completion)
-    correct = float(stated is not None and answers_equal(stated, label_answer(label)))
+    correct = float(stated is not None and answers_equal(stated, label_answer(label_text(label))))
     return {
         "rewards": correct,
         "scores": correct,
@@ -46,27 +44,9 @@ def reward_func(
 def label_answer(label: str) -> str:
     """The text after the last ``####`` of a GSM8K label, or a label that is a number; otherwise raises ValueError."""
     answers = LABEL_ANSWER.findall(label)
-    if not answers and not NUMBER.fullmatch(label.strip()):
+    if not answers and not is_number(label):
         raise ValueError(
             f"label must hold '#### <answer>' as in GSM8K, or be the number (--data.label_key answer), got {label!r}"
         )
     return answers[-1].strip() if answers else label.strip()
 
-
-def last_number(text: str) -> str | None:
-    """The last number written in a text, without its currency sign."""
-    numbers = NUMBER.findall(text)
-    return re.sub("[$€£]", "", numbers[-1]) if numbers else None
-
-
-# stands in each of these files, so that any of them can be copied alone
-def completion_of(query: str, prompt: str) -> str:
-    """What follows the prompt in the query.
-
-    Tokenizers such as Qwen2's compose accents (NFC), and a long prompt may have lost its beginning to truncation.
-    """
-    for written in (prompt, unicodedata.normalize("NFC", prompt)):
-        if query.startswith(written):
-            return query[len(written) :]
-    ending = unicodedata.normalize("NFC", prompt)[-PROMPT_END_CHARACTERS:]
-    return query.partition(ending)[2] if ending in query else query

@@ -32,6 +32,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from openrlhf_ext.rewards.answers import label_text
 from openrlhf_ext.rewards.grading import completion_of
 
 MODES = ("paper", "official")
@@ -54,12 +55,12 @@ MODE = mode_from_environment()
 
 
 def reward_func(
-    queries: list[str], prompts: list[str], labels: list[str], completions: list[str] | None = None, **_: Any
+    queries: list[str], prompts: list[str], labels: list[Any], completions: list[str] | None = None, **_: Any
 ) -> dict[str, Any]:
     """OpenRLHF's reward convention, called with lists of one element; ``completions`` come without their end token."""
     (query,), (prompt,), (label,) = queries, prompts, labels
     completion = completions[0] if completions else completion_of(query, prompt)
-    reward = tagged_reward(completion, gold_answer(label), MODE)
+    reward = tagged_reward(completion, gold_answer(label_text(label)), MODE)
     score = reward.accuracy / FULL
     logs = {"accuracy": score, "format": reward.format, "tags": float(BLOCKS.match(completion) is not None)}
     return {"rewards": reward.total, "scores": score, "extra_logs": logs}

@@ -1,12 +1,17 @@
-"""Final answers of mathematical completions and labels: find them, compare them. Numbers are compared exactly as
-fractions; other answers as normalized text. Symbolic equality is not attempted."""
+"""Final answers of mathematical completions and labels: find them, read them, compare them.
+
+An answer is read as a number with or without a unit, as a list of answers in brackets, or, if it is neither, as a
+text. Numbers are compared exactly, as fractions. Symbolic equality is not attempted.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _LINE = re.compile(r"answer\s*:[ \t]*(\S[^\n]*)", re.IGNORECASE)
@@ -14,20 +19,113 @@ _LINE_CHARACTERS = 300
 Stated = Literal["any", "tagged", "line"]
 """Where a completion states its answer."""
 _HASHES = re.compile(r"####[ \t]*(.+)")
-_LONGEST_NUMBER = 1000  # characters; Python refuses to convert much longer ones
+_LONGEST_READ = 1000  # characters; longer ones are no answers, and Python refuses to convert much longer numbers
 _BOXED = "\\boxed{"
-_PLAIN_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:/\d+)?")
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
-_LATEX_TEXT = re.compile(r"\\(?:text|mathrm)\{([^{}]*)\}")
+
+# ---- how numbers are written, in the order in which they are tried ----
+_DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d*)?|\.\d+)"  # groups of three, no blank behind a comma
+_PART = rf"[+-]? ?{_DECIMAL}"
+_TEN = r"(?:[eE]| ?(?:\\times|\\cdot|x|\*) ?10 ?\^) ?{?([+-]?\d{1,3})}?"
+_MIXED = re.compile(r"(\d+)(?: ?\\frac{(\d+)}{(\d+)}| (\d+) ?/ ?(\d+))")
+_FRACTION = re.compile(rf"\\frac{{({_PART})}}{{({_PART})}}|({_DECIMAL}) ?/ ?({_DECIMAL})")
+_SCIENTIFIC = re.compile(rf"({_DECIMAL}){_TEN}")
+_PLAIN = re.compile(f"({_DECIMAL})")
+_WRITTEN = (_MIXED, _FRACTION, _SCIENTIFIC, _PLAIN)
+_SIGN = re.compile(r"([+-]?) ?([$€£¥]?) ?([+-]?) ?")
+_IN_TEXT = re.compile(rf"(?:(?<![\w)}}])-)?[$€£¥]?(?:{'|'.join(p.pattern for p in _WRITTEN)})")
+
+# ---- dressing ----
+_DRESSING = (
+    (re.compile(r"\\(?:left|right|displaystyle|limits)(?![a-zA-Z])|\\!|(?<!\\)\\[()\[\]]"), ""),
+    (re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox)\s*{([^{}]*)}"), r" \1"),
+    (re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\,|[\u2009\u202f])\d{3})+(?!\d)"), lambda m: re.sub(r"\\,|\s", "", m[0])),
+    (re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s"), " "),
+    (re.compile(r"\{,}"), ","),
+    (re.compile(r"\\([$%{}])"), r"\1"),
+    (re.compile(r"\^ ?{(\w)}"), r"^\1"),
+    (re.compile(r"\\[dt]?frac(?![a-zA-Z]) ?(?:{([^{}]*)}|(\w)) ?(?:{([^{}]*)}|(\w))"),
+     lambda m: f"\\frac{{{(m[1] or m[2] or '').strip()}}}{{{(m[3] or m[4] or '').strip()}}}"),
+    (re.compile(r" *\^ *(?:{ *\\circ *}|\\circ) *|°"), " degrees "),
+    (re.compile(r"per cent"), "percent"),
+    (re.compile(r" +"), " "),
+)  # fmt: skip
+_SIGNS = dict.fromkeys(map(ord, "−–‐‑‒﹣－"), "-") | {
+    ord("×"): "\\times ", ord("·"): "\\cdot ", ord("π"): "\\pi ", ord("∞"): "\\infty ", ord("⁄"): "/",
+}  # fmt: skip
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
+_BLANKS = re.compile(r"(?<!\d) | (?!\.?\d)")  # all but those that keep two numbers apart
+_GROUPS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?!,?\d)")
+_DEEPEST = 8  # brackets within brackets
+
+# ---- what numbers measure: dimension, and each unit's words with its size ----
+_MEASURES = {
+    "money": "dollar,dollars,usd,$=1 cent,cents,¢=1/100", "euro": "euro,euros,eur,€=1",
+    "pound": "£=1", "yen": "yen,¥=1",
+    "length": "m,meter,meters,metre,metres=1 cm,centimeter,centimeters,centimetre,centimetres=1/100 "
+    "mm,millimeter,millimeters,millimetre,millimetres=1/1000 km,kilometer,kilometers,kilometre,kilometres=1000 "
+    "inch,inches=254/10000 foot,feet,ft=3048/10000 yard,yards,yd=9144/10000 mile,miles=1609344/1000",
+    "time": "second,seconds,sec,s=1 minute,minutes,min=60 hour,hours,hr,h=3600 day,days=86400 week,weeks=604800",
+    "months": "month,months=1 year,years=12",
+    "mass": "gram,grams,g=1 kg,kilogram,kilograms=1000", "weight": "ounce,ounces,oz=1 pound,pounds,lb,lbs=16",
+    "ton": "ton,tons=1", "volume": "liter,liters,litre,litres,l=1 ml,milliliter,milliliters=1/1000",
+    "gallon": "gallon,gallons=1", "length/time": "mph=1609344/3600000", "angle": "degree,degrees=1", "%": "%,percent=1",
+    "": "unit,units,point,points,people,student,students,way,ways=1",
+}  # fmt: skip
+_UNITS = {
+    word: (dimension, Fraction(size))
+    for dimension, units in _MEASURES.items()
+    for words, _, size in (unit.partition("=") for unit in units.split())
+    for word in words.split(",")
+}
 _UNIT = re.compile(
-    r"(?<=[\d})])[\s~]*\b(?:(?:square|sq|cubic)[\s.]+)?(?:dollars?|cents?|euros?|pounds?|ounces?|grams?|kilograms?|kg|"
-    r"tons?|meters?|metres?|centimeters?|centimetres?|millimeters?|kilometers?|kilometres?|cm|mm|km|feet|foot|ft|"
-    r"inch(?:es)?|yards?|miles?|mph|seconds?|minutes?|hours?|days?|weeks?|months?|years?|liters?|litres?|gallons?|"
-    r"degrees?|units?|percent|points?|people|students?|ways?)(?:\^\{?[23]\}?)?(?:[\s]*(?:per|/)[\s]*[a-z]{1,9})?[\s.]*\Z"
-)
-_SCALE = re.compile(r"(?i)\b(?:dozen|hundred|thousand|(?:m|b|tr)illion)s?\b")
-_IGNORED = re.compile(r"\\(?:left|right|[,;!%])|[\s$%]")
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|\Z))")
+    r"(?:(?P<before>square|sq\.?|cubic) )?(?P<unit>[a-z%$€£¥¢]+)(?: ?\^ ?{?(?P<power>[23])}?)?"
+    r"(?: ?(?:per|/) ?(?P<per>[a-z]+))?[ .]*", re.IGNORECASE,
+)  # fmt: skip
+_TENS = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALE = re.compile(rf"(?i) ?\b({'|'.join(_TENS)})s?\b")
+_MARK = re.compile(r"\d ?_|\d +\.?\d|^-?[\d.]+[a-zA-Z]$")
+"""What math-verify drops or adds: it takes 12_7 for 12, "2 3" for 5, and 5m for 5."""
+
+
+class Quantity(NamedTuple):
+    """A number, the dimension of its unit ("" without one, "%" of per cent), and the size of the unit."""
+
+    value: Fraction
+    dimension: str = ""
+    size: Fraction = Fraction(1)
+
+
+class Several(NamedTuple):
+    """Answers behind one another; the brackets are "" where there are none."""
+
+    opening: str
+    entries: tuple[Quantity | Several | str, ...]
+    closing: str
+
+
+Read = Quantity | Several | str
+
+
+def label_text(label: Any) -> str:
+    """A label of any type that JSON and CSV have as a text: 4, 4.0, "4" and ["4"] are the same label.
+
+    Raises ValueError: a map, a list of other than one entry, null, or a number that is not finite.
+    """
+    match label.item() if hasattr(label, "item") else label:
+        case str(text):
+            return text
+        case bool(truth):
+            return str(truth).lower()
+        case int(number):
+            return str(number)
+        case float(number) if math.isfinite(number):
+            return str(int(number)) if number.is_integer() else repr(number)
+        case [only]:
+            return label_text(only)
+    raise ValueError(
+        f"a label must be a text, a number, true or false, or a list of one of them, got {label!r:.80} "
+        "(--data.label_key): change the data, or read it in a reward function of your own"
+    )
 
 
 def extract_answer(text: str) -> str | None:
@@ -65,6 +163,12 @@ def answer_line(text: str) -> str | None:
     return extract_answer(stated) or stated
 
 
+def last_number(text: str) -> str | None:
+    """The last number written in a text, a fraction or a mixed number as a whole, without its currency sign."""
+    found = [match[0] for match in _IN_TEXT.finditer(_undressed(text))]
+    return re.sub("[$€£¥]", "", found[-1]).rstrip(".") if found else None
+
+
 def stated_answers(texts: Sequence[str], correct: Sequence[bool]) -> list[tuple[bool, str] | None]:
     """What each completion of a problem votes for, by text alone: None = it states no answer. All correct ones vote for
     one answer, since each equals the label; wrong ones for their :func:`normalized` text."""
@@ -76,41 +180,39 @@ def stated_answers(texts: Sequence[str], correct: Sequence[bool]) -> list[tuple[
 
 
 def answers_equal(first: str, second: str) -> bool:
-    """Whether two answers are the same number, or the same text after :func:`normalized`."""
-    left, right = normalized(first), normalized(second)
-    if left == right:
-        return True
-    left_number, right_number = _number(left), _number(right)
-    return left_number is not None and left_number == right_number
+    """Whether two answers are the same number, the same list, or the same text.
+
+    A number without a unit equals the same number with one: labels often leave it out. Units of one dimension are
+    converted. 50 % equals 50, as a question for a percentage has it, and 1/2. Sets have no order; other lists have.
+    """
+    return _same(_read(first), _read(second))
+
+
+def is_number(answer: str) -> bool:
+    """Whether an answer is read as a number, with or without a unit."""
+    return isinstance(_read(answer), Quantity)
 
 
 def surely_different(first: str, second: str) -> bool:
-    """Whether both are whole numbers and not the same one, or one has a word for a power of ten and the other has not.
-    math-verify drops the text behind a number: to it 5 million is 5."""
-    if sorted(_SCALE.findall(first)) != sorted(_SCALE.findall(second)):
-        return True
-    left, right = (_number(normalized(answer)) for answer in (first, second))
-    return left is not None and right is not None and left != right and left.denominator == right.denominator == 1
+    """Whether two answers that are not equal need no symbolic comparison, or would be taken for equal by it: whole
+    numbers or measures that differ, a number and a list, other brackets, a word for a power of ten or a base in one."""
+    left, right = _read(first), _read(second)
+    if isinstance(left, str) or isinstance(right, str):
+        scales, marks = ([sorted(find.findall(answer)) for answer in (first, second)] for find in (_SCALE, _MARK))
+        return scales[0] != scales[1] or marks[0] != marks[1]
+    if isinstance(left, Quantity) and isinstance(right, Quantity):
+        whole = left.value.denominator == right.value.denominator == 1
+        measures = left.dimension and right.dimension
+        return bool(whole or measures) and not _same(left, right)
+    if isinstance(left, Several) and isinstance(right, Several):
+        return bool(left.opening and right.opening) and left[::2] != right[::2]
+    return not any(isinstance(read, Several) and len(read.entries) == 1 for read in (left, right))
 
 
 def normalized(answer: str) -> str:
-    """An answer without spaces, units, dollar and per cent signs, thousands separators, full stop, LaTeX dressing. A
-    unit is one of the words for measures, money, time and counted things that stand behind the numbers of textbooks."""
-    text = _LATEX_TEXT.sub(r" \1", answer)
-    if len(text) <= _LONGEST_NUMBER:
-        text = _UNIT.sub("", text)
-    text = _IGNORED.sub("", text)
-    text = _LATEX_FRACTION.sub(r"\1/\2", text)
-    return _THOUSANDS.sub("", text).rstrip(".")
-
-
-def _number(text: str) -> Fraction | None:
-    if len(text) > _LONGEST_NUMBER or not _PLAIN_NUMBER.fullmatch(text):
-        return None
-    numerator, _, denominator = text.partition("/")
-    if denominator and int(denominator) == 0:
-        return None
-    return Fraction(numerator) / int(denominator or 1)
+    """An answer as a text that is the same for equal numbers, without units, signs of money and per cent, and LaTeX
+    dressing."""
+    return _written(_read(answer))
 
 
 def last_boxed(text: str) -> str | None:
@@ -128,3 +230,145 @@ def last_boxed(text: str) -> str | None:
 
 def _nonempty(text: str) -> str | None:
     return text.strip() or None
+
+
+def _same(left: Read, right: Read) -> bool:
+    if isinstance(left, Quantity) and isinstance(right, Quantity):
+        if left.dimension and right.dimension:
+            return (left.dimension, left.value * left.size) == (right.dimension, right.value * right.size)
+        percent, other = (left, right) if left.dimension == "%" else (right, left)
+        return percent.value == other.value or (percent.dimension == "%" and percent.value == 100 * other.value)
+    if isinstance(left, Several) and isinstance(right, Several):
+        mine, theirs = _entries(left), _entries(right)
+        if (left.opening, left.closing, len(mine)) != (right.opening, right.closing, len(theirs)):
+            return False
+        return all(_same(*pair) for pair in zip(mine, theirs, strict=True))
+    return left == right
+
+
+def _entries(several: Several) -> Sequence[Read]:
+    """A set's in an order of their own, each once."""
+    if several.opening != "{":
+        return several.entries
+    return [entry for _, entry in sorted({_written(entry): entry for entry in several.entries}.items())]
+
+
+def _written(read: Read) -> str:
+    if isinstance(read, Several):
+        return f"{read.opening}{','.join(map(_written, read.entries))}{read.closing}"
+    return read if isinstance(read, str) else str(read.value)
+
+
+def _read(answer: str) -> Read:
+    if len(answer) > _LONGEST_READ:
+        return "".join(answer.split())
+    return _read_plain(_undressed(answer).strip(" *").removesuffix(".").strip(), 0)
+
+
+def _undressed(text: str) -> str:
+    text = _in_ascii(text).strip()
+    if len(text) > 2 and text[0] == text[-1] == "$":
+        text = text[1:-1]
+    for pattern, replacement in _DRESSING:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _in_ascii(text: str) -> str:
+    if text.isascii():
+        return text
+    text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", text)
+    return "".join(map(_character, text.translate(_SIGNS))).translate(_SIGNS)
+
+
+def _character(character: str) -> str:
+    """Full width digits and signs as plain ones, a fraction as two numbers, nothing for what cannot be seen."""
+    kind = unicodedata.decomposition(character).partition(" ")[0]
+    if kind == "<fraction>":
+        return " " + unicodedata.normalize("NFKC", character)
+    if kind in ("<wide>", "<font>"):
+        return unicodedata.normalize("NFKC", character)
+    digit = unicodedata.decimal(character, None)
+    return "" if unicodedata.category(character) == "Cf" else character if digit is None else str(digit)
+
+
+def _read_plain(text: str, depth: int) -> Read:
+    if (quantity := _quantity(text)) is not None:
+        return quantity
+    if depth == 0 and not re.search(r"[(\[{]", text):
+        text = _GROUPS.sub(lambda m: m[0].replace(",", ""), text)
+    opening, inside, closing = _without_brackets(text)
+    parts = _split(inside)
+    if depth < _DEEPEST and opening + closing == "()" and len(parts) == 1:
+        return _read_plain(inside.strip(), depth + 1)
+    if depth < _DEEPEST and (opening or len(parts) > 1):
+        return Several(opening, tuple(_read_plain(part.strip(), depth + 1) for part in parts), closing)
+    text = _BLANKS.sub("", text).rstrip(".")
+    return text.casefold() if len(text) > 1 and text.isalpha() else text
+
+
+def _without_brackets(text: str) -> tuple[str, str, str]:
+    """The brackets around the whole text and what is in them; "" for brackets that are not there."""
+    depths = [*_depths(text)]
+    around = bool(depths) and text[0] in "([{" and text[-1] in ")]}" and depths[-1] == 0 and 0 not in depths[:-1]
+    return (text[0], text[1:-1], text[-1]) if around else ("", text, "")
+
+
+def _depths(text: str) -> Iterator[int]:
+    """How many brackets are open behind each character."""
+    depth = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        yield depth
+
+
+def _split(text: str) -> list[str]:
+    """The parts between the commas that stand in no brackets."""
+    commas = [at for at, depth in enumerate(_depths(text)) if depth == 0 and text[at] == ","]
+    return [text[start:stop] for start, stop in zip([0, *(at + 1 for at in commas)], [*commas, len(text)], strict=True)]
+
+
+def _quantity(text: str) -> Quantity | None:
+    signs = _SIGN.match(text)
+    assert signs is not None  # every part of it may be missing
+    sign, money, inner = signs.groups()
+    if sign and inner:
+        return None
+    for written in _WRITTEN:
+        if (found := written.match(text, signs.end())) is None:
+            continue
+        if (unit := _unit(text[found.end() :], money)) is not None:
+            value = _value(written, [part for part in found.groups() if part is not None])
+            return None if value is None else Quantity(value * unit[0] * (-1 if "-" in sign + inner else 1), *unit[1:])
+    return None
+
+
+def _value(written: re.Pattern[str], parts: list[str]) -> Fraction | None:
+    """None: a denominator is zero, or a whole number stands before a fraction that is not proper."""
+    first, *others = (Fraction(part.replace(",", "").replace(" ", "")) for part in parts)
+    if written is _MIXED:
+        return first + others[0] / others[1] if others[0] < others[1] else None
+    if written is _FRACTION:
+        return first / others[0] if others[0] else None
+    return first * Fraction(10) ** int(others[0]) if others else first
+
+
+def _unit(text: str, money: str) -> tuple[Fraction, str, Fraction] | None:
+    """What a number is to be multiplied by, dimension and size of its unit; None for what is no unit."""
+    scale, blank = Fraction(1), text.startswith(" ")
+    while found := _SCALE.match(text):
+        scale, text = scale * _TENS[found[1].lower()], text[found.end() :]
+    text = f"{money}{text}".strip(" .")
+    if not text:
+        return scale, "", Fraction(1)
+    if (found := _UNIT.fullmatch(text)) is None or (word := found["unit"].lower()) not in _UNITS:
+        return None
+    if len(word) == 1 and word.isalpha() and not blank:  # 5m is a product
+        return None
+    dimension, size = _UNITS[word]
+    power = int(found["power"] or {"s": 2, "c": 3}.get((found["before"] or " ")[0].lower(), 1))
+    dimension, size = f"{dimension}^{power}" if dimension and power > 1 else dimension, size**power
+    if (per := found["per"]) is not None:
+        other = _UNITS.get(per.lower(), (per, Fraction(1)))
+        dimension, size = f"{dimension}/{other[0]}", size / other[1]
+    return scale, dimension, size

