@@ -331,10 +331,10 @@ class Scan:
 
 def scan_records(path: str, wanted: Wanted) -> Scan | None:
     """Reads all records of a data file; None for what is no file. Raises InputError where it cannot be read on."""
-    if (records := _records(path, wanted)) is None:
+    if not _has_records(path):
         return None
     scan, types = Scan(), _Types()
-    for place, record, may_be_new in records:
+    for place, record, may_be_new in records_of(path, wanted):
         scan.records += 1
         if scan.records == 1:
             if isinstance(record, InputError):
@@ -353,17 +353,18 @@ def scan_records(path: str, wanted: Wanted) -> Scan | None:
 
 def first_record(path: str, wanted: Wanted) -> dict[str, Any] | None:
     """The first record of a data file that ``scan_records`` has found good; None for what is no file."""
-    records = _records(path, wanted)
-    return None if records is None else next(record for _, record, _ in records)
+    return next(record for _, record, _ in records_of(path, wanted)) if _has_records(path) else None
 
 
-def _records(path: str, wanted: Wanted) -> Records | None:
-    forms: dict[str, Callable[[str, Wanted], Records]] = {
-        ".jsonl": _json_records, ".json": _json_records, ".csv": _csv_records, ".parquet": _parquet_records,
-        ".arrow": _arrow_records,
-    }  # fmt: skip
-    form = forms.get(Path(path).suffix.lower())
-    return form(path, wanted) if form is not None and Path(path).is_file() else None
+def _has_records(path: str) -> bool:
+    return Path(path).suffix.lower() in (".jsonl", ".json", *_FORMS) and Path(path).is_file()
+
+
+def records_of(path: str, wanted: Wanted | None = None) -> Records:
+    """All records of a data file; of a file with columns those that are wanted, None = all. A file whose name does not
+    end in .csv, .parquet or .arrow is read as JSON. InputErrors stand in the place of records that cannot be read.
+    Raises InputError where it cannot be read on."""
+    return _FORMS.get(Path(path).suffix.lower(), _json_records)(path, wanted)
 
 
 def require_records(records: Any, wanted: Wanted, paths: str) -> None:
@@ -446,7 +447,7 @@ class _Types:
 # ---- forms of files --------------------------------------------------------------------------------------------------
 
 
-def _json_records(path: str, wanted: Wanted) -> Records:
+def _json_records(path: str, wanted: Wanted | None) -> Records:
     """One record on each line, or one array of them."""
     seen = 0
     for number, line in json_lines(path):
@@ -465,7 +466,7 @@ def _record_or_fault(line: bytes) -> Any:
         return error
 
 
-def _csv_records(path: str, wanted: Wanted) -> Records:
+def _csv_records(path: str, wanted: Wanted | None) -> Records:
     """pandas reads it, as for ``datasets``: NA, null and None are no text to it but a value that is missing."""
     import pandas
 
@@ -481,14 +482,14 @@ def _csv_records(path: str, wanted: Wanted) -> Records:
                 yield f"record {next(number)}", {str(key): value for key, value in row.items()}, True
 
 
-def _parquet_records(path: str, wanted: Wanted) -> Records:
+def _parquet_records(path: str, wanted: Wanted | None) -> Records:
     import pyarrow.parquet
 
     with reading(path, "as parquet"), pyarrow.parquet.ParquetFile(path) as file:
         yield from _rows(file.schema_arrow, file.iter_batches(columns=_columns(file.schema_arrow, wanted)), wanted)
 
 
-def _arrow_records(path: str, wanted: Wanted) -> Records:
+def _arrow_records(path: str, wanted: Wanted | None) -> Records:
     import pyarrow
 
     with reading(path, "as Arrow"), pyarrow.OSFile(path) as file:
@@ -501,11 +502,13 @@ def _arrow_records(path: str, wanted: Wanted) -> Records:
         yield from _rows(opened.schema, batches, wanted)
 
 
-def _columns(schema: Any, wanted: Wanted) -> list[str]:
+def _columns(schema: Any, wanted: Wanted | None) -> list[str]:
+    if wanted is None:
+        return list(schema.names)
     return [name for name in (wanted.prompt, wanted.label) if name is not None and name in schema.names]
 
 
-def _rows(schema: Any, batches: Iterator[Any], wanted: Wanted) -> Records:
+def _rows(schema: Any, batches: Iterator[Any], wanted: Wanted | None) -> Records:
     """Rows of the columns that are read, under all names of the schema in the first of them."""
     number, columns = count(1), _columns(schema, wanted)
     for batch in batches:
@@ -513,6 +516,11 @@ def _rows(schema: Any, batches: Iterator[Any], wanted: Wanted) -> Records:
         for row in batch.select(columns).to_pylist() if columns else [{}] * batch.num_rows:
             place = next(number)
             yield f"record {place}", {**(dict.fromkeys(schema.names) if place == 1 else {}), **row}, True
+
+
+_FORMS: dict[str, Callable[[str, Wanted | None], Records]] = {
+    ".csv": _csv_records, ".parquet": _parquet_records, ".arrow": _arrow_records,
+}  # fmt: skip
 
 
 # ---- models of the hub ----------------------------------------------------------------------------------------------

@@ -36,13 +36,14 @@ _IN_TEXT = re.compile(rf"(?:(?<![\w)}}])-)?[$€£¥]?(?:{'|'.join(p.pattern for
 
 # ---- dressing ----
 _DRESSING = (
+    (re.compile(r", ?\\!(?=\d{3})"), ","),
     (re.compile(r"\\(?:left|right|displaystyle|limits)(?![a-zA-Z])|\\!|(?<!\\)\\[()\[\]]"), ""),
     (re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox)\s*{([^{}]*)}"), r" \1"),
     (re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\,|[\u2009\u202f])\d{3})+(?!\d)"), lambda m: re.sub(r"\\,|\s", "", m[0])),
     (re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s"), " "),
     (re.compile(r"\{,}"), ","),
     (re.compile(r"\\([$%{}])"), r"\1"),
-    (re.compile(r"\^ ?{(\w)}"), r"^\1"),
+    (re.compile(r"([\^_]) ?{(\w)}"), r"\1\2"),
     (re.compile(r"\\[dt]?frac(?![a-zA-Z]) ?(?:{([^{}]*)}|(\w)) ?(?:{([^{}]*)}|(\w))"),
      lambda m: f"\\frac{{{(m[1] or m[2] or '').strip()}}}{{{(m[3] or m[4] or '').strip()}}}"),
     (re.compile(r" *\^ *(?:{ *\\circ *}|\\circ) *|°"), " degrees "),
@@ -83,7 +84,7 @@ _UNIT = re.compile(
 )  # fmt: skip
 _TENS = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALE = re.compile(rf"(?i) ?\b({'|'.join(_TENS)})s?\b")
-_MARK = re.compile(r"\d ?_|\d +\.?\d|^-?[\d.]+[a-zA-Z]$")
+_MARK = re.compile(r"\d ?_ ?{?\w+|\d +\.?\d|^-?[\d.]+[a-zA-Z]$")
 """What math-verify drops or adds: it takes 12_7 for 12, "2 3" for 5, and 5m for 5."""
 
 
@@ -198,7 +199,7 @@ def surely_different(first: str, second: str) -> bool:
     numbers or measures that differ, a number and a list, other brackets, a word for a power of ten or a base in one."""
     left, right = _read(first), _read(second)
     if isinstance(left, str) or isinstance(right, str):
-        scales, marks = ([sorted(find.findall(answer)) for answer in (first, second)] for find in (_SCALE, _MARK))
+        scales, marks = ([sorted(found.findall(_undressed(a))) for a in (first, second)] for found in (_SCALE, _MARK))
         return scales[0] != scales[1] or marks[0] != marks[1]
     if isinstance(left, Quantity) and isinstance(right, Quantity):
         whole = left.value.denominator == right.value.denominator == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext import rewards
-from openrlhf_ext.config.files import Wanted, record_fault
+from openrlhf_ext.config.files import Wanted, record_fault, records_of
 from openrlhf_ext.inputs import (
     FLAG,
     INTEGER,
@@ -211,22 +211,23 @@ def _require_keys(row: Mapping[str, Any], keys: tuple[str, ...], options: str = 
 
 
 def _load(path: str | Path, read: Callable[[dict[str, Any]], tuple[Any, Any]], limit: int | None) -> list[Problem]:
-    lines = list(islice(json_lines(path), limit))
-    if not lines:
-        raise InputError(f"{path} holds no problem")
     problems: list[Problem] = []
-    faults: dict[str, str] = {}  # what is wrong, and in which line first
-    for index, (number, line) in enumerate(lines):
-        where = f"{path}, line {number}"
+    faults: dict[str, str] = {}  # what is wrong, and in which record first
+    index = -1
+    for index, (place, record, _) in enumerate(islice(records_of(str(path)), limit)):
+        where = f"{path}, {place}"
         try:
-            problems.append(Problem(index, *read(check(decode(line, where), where, {}))))
-        except NotThisFormat as error:
-            faults.setdefault(str(error), f"{where}: {error}")
+            if isinstance(record, InputError):
+                raise record
+            problems.append(Problem(index, *read(check(record, where, {}))))
         except InputError as error:
-            faults.setdefault(str(error), str(error))
+            said = str(error)
+            faults.setdefault(said, said if said.startswith(where) else f"{where}: {said}")
+    if index < 0:
+        raise InputError(f"{path} holds no problem")
     if faults:
         shown = [*faults.values()][:_SHOWN_FAULTS]
-        more = len(lines) - len(problems) - len(shown)
+        more = index + 1 - len(problems) - len(shown)
         raise InputError("; ".join(shown) + (f"; and {more} more" if more else ""))
     return problems
 

@@ -5,12 +5,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.tools.evaluate.problems import (
     Problem,
     PromptStyle,
+    digest_of,
     load_benchmark,
     load_problems,
     system_message,
@@ -59,6 +62,28 @@ def test_a_template_that_cannot_be_filled_in_is_a_fault(template: str, fault: st
     assert fault in PromptStyle(template=template).fault()
 
 
+@pytest.mark.parametrize("form", ["jsonl", "json", "csv", "parquet", "arrow"])
+def test_files_of_every_format_that_training_reads(tmp_path: Path, form: str) -> None:
+    rows = [{"question": "1+1", "answer": 2, "more": 1}, {"question": "2+2", "answer": 4, "more": 2}]
+    file = tmp_path / f"data.{form}"
+    table = pyarrow.Table.from_pylist(rows)
+    match form:
+        case "jsonl":
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        case "json":
+            file.write_text(json.dumps(rows))
+        case "csv":
+            file.write_text("question,answer,more\n1+1,2,1\n2+2,4,2\n")
+        case "parquet":
+            pyarrow.parquet.write_table(table, file)
+        case "arrow":
+            with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table)
+    problems = load_problems(file)
+    assert problems == [Problem(0, "1+1", 2), Problem(1, "2+2", 4)]
+    assert digest_of([problem.label for problem in problems]) == digest_of([2, 4]), "labels are plain data"
+
+
 @pytest.mark.parametrize(("name", "row", "label"), [
     ("gsm8k", {"question": "Q", "answer": "1,000+2=<<1000+2=1002>>1,002\n#### 1,002"}, "1002"),
     ("gsm8k", {"question": "Q", "answer": "so -3\n#### -3 "}, "-3"),
@@ -99,12 +124,12 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path, name: str, row: dic
 
 @pytest.mark.parametrize(("line", "complaint"), [
     ('{"question": "1"}', r"line 4: needs the keys \['answer'\], has \['question'\] \(--input_key"),
-    ("{broken", "line 4: not JSON"),
+    ("{broken", "line 4: cannot be read: not JSON"),
     ("[1]", "line 4: must be a JSON object, got a list"),
     ('{"question": 7, "answer": "7"}', "line 4: has a number under 'question', which must be a text"),
     ('{"question": [], "answer": "7"}', "line 4: has an empty 'question'"),
     ('{"question": "7", "answer": null}', "line 4: has an empty 'answer'"),
-    ("[" * 9999, "line 4: nested deeper than 64 levels"),
+    ("[" * 9999, "line 4: cannot be read: nested deeper than 64 levels"),
 ])  # fmt: skip
 def test_a_wrong_line_is_named(path: Path, line: str, complaint: str) -> None:
     with path.open("a") as file:
