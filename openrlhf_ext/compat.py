@@ -17,7 +17,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from openrlhf.datasets import PromptDataset, SFTDataset
+from openrlhf.datasets import PromptDataset
 from openrlhf.datasets.utils import blending_datasets
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor as _RolloutRayActorRemote
@@ -91,7 +91,7 @@ def _without_passwords(args: SimpleNamespace) -> SimpleNamespace:
 
 
 __all__ = [
-    "AgentExecutorBase", "DriverStrategy", "PromptDataset", "RayActorGroup", "RolloutRayActor", "SFTDataset",
+    "AgentExecutorBase", "DriverStrategy", "PromptDataset", "RayActorGroup", "RolloutRayActor",
     "SUPPORTED_OPENRLHF", "TensorboardLogger", "WandbLogger", "blending_datasets", "build_sinks", "get_tokenizer",
     "plain_class", "quiet_upstream_logs",
 ]  # fmt: skip

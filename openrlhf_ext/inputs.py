@@ -10,13 +10,16 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 FILE_BYTES = 1 << 28
 """Of a file that is read at once; the largest tokenizers have some 30 MB."""
@@ -43,6 +46,24 @@ def shown(value: Any) -> str:
     text = "null" if value is None else repr(value)
     half = _SHOWN_CHARACTERS // 2
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+
+
+def require_one_beginning(tokenizer: Any, texts: Sequence[Sequence[int]], where: str) -> None:
+    """Raises InputError if the tokens of a text begin with the beginning-of-sequence token twice; warns if none does
+    and the tokenizer would put it there: texts are tokenized as they stand."""
+    bos = tokenizer.bos_token_id
+    if bos is None or not len(texts):
+        return
+    if twice := [number for number, ids in enumerate(texts, start=1) if [*ids[:2]] == [bos, bos]]:
+        raise InputError(
+            f"{where}: {len(twice)} of {len(texts)} begin with {tokenizer.bos_token!r} twice, the first is record "
+            f"{twice[0]}: the chat template writes it and so does the record; remove one of them"
+        )
+    if tokenizer("a")["input_ids"][:1] == [bos] and not any([*ids[:1]] == [bos] for ids in texts):
+        logger.warning(
+            "%s: none begins with %r, which the tokenizer would put there: texts are tokenized as they stand; write it "
+            "into the template if the model was trained with it", where, tokenizer.bos_token,
+        )  # fmt: skip
 
 
 # ---- kinds of values -------------------------------------------------------------------------------------------------

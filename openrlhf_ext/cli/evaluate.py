@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", help="folder of a Hugging Face checkpoint with its tokenizer")
     add("--benchmark", nargs="+", action="extend", default=[], metavar="NAME=FILE", help="a benchmark's file as it was "
         "published: gsm8k, math, math500, aime24, aime25, amc23")  # fmt: skip
-    add("--data", help="instead of a benchmark: problem file of your own, of a format that training reads; needs --reward")
+    add("--data", help="instead of a benchmark: problem file of your own, in a format of training; needs --reward")
     add("--completions", metavar="FILE", help="grade these completions instead of sampling: lines "
         '{"problem": 0, "completions": ["text", ...]}, or a file of --out')  # fmt: skip
     add("--reward", help="Python file with reward_func, or http(s) addresses of reward servers (default for "

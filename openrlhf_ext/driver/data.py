@@ -14,7 +14,7 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.files import Wanted, require_records
 from openrlhf_ext.driver.evaluation import HeldOut
 from openrlhf_ext.driver.rollouts import all_prompts
-from openrlhf_ext.inputs import InputError, reading
+from openrlhf_ext.inputs import InputError, reading, require_one_beginning
 from openrlhf_ext.options import required
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,9 @@ def load_prompts(
             f"{len(empty)} of {len(dataset.prompts)} prompts of {paths} are empty once they are formed, the first is "
             f"that of record {empty[0] + 1}; remove them"
         )
-    lengths = [len(ids) for ids in tokenizer(dataset.prompts, add_special_tokens=False)["input_ids"]]
+    tokens = tokenizer(dataset.prompts, add_special_tokens=False)["input_ids"]
+    require_one_beginning(tokenizer, tokens, f"the prompts of {paths}")
+    lengths = [*map(len, tokens)]
     keep = [i for i, n in enumerate(lengths) if n <= max_prompt_tokens]
     skipped = len(lengths) - len(keep)
     if skipped and overlong == "error":

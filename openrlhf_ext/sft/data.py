@@ -1,4 +1,4 @@
-"""From records to token ids, and which of them are trained on: OpenRLHF's SFTDataset, read once by one rank.
+"""From records to token ids, and which of them are trained on, read once by one rank: OpenRLHF's options and records.
 
 Shape suffixes as in ``megatron.step.batch``: B = examples, M = tokens of all, R = ranges of trained tokens.
 """
@@ -9,7 +9,6 @@ import hashlib
 import io
 import logging
 import os
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +19,15 @@ import torch
 
 from openrlhf_ext.config.files import Wanted, require_records
 from openrlhf_ext.config.sft import SupervisedConfig
-from openrlhf_ext.inputs import InputError, reading
+from openrlhf_ext.inputs import InputError, reading, require_one_beginning
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
 from openrlhf_ext.options import required
+from openrlhf_ext.sft.turns import Example, ExampleForm, Refused
 
 logger = logging.getLogger(__name__)
 
 _RECORDS_PER_PROCESS = 10_000
+_FAULTS_SHOWN = 6
 _PARTS = ("tokens_M", "lengths_B", "ranges_R2", "ranges_B")
 
 
@@ -57,7 +58,11 @@ def _tokenized(
 ) -> SequenceBatch:
     import datasets
 
-    from openrlhf_ext.compat import SFTDataset, blending_datasets
+    features = datasets.Features({
+        "ids": datasets.List(datasets.Value("int32")), "ranges": datasets.List(datasets.List(datasets.Value("int64"))),
+        "length": datasets.Value("int32"), "added": datasets.Value("string"), "fault": datasets.Value("string"),
+    })  # fmt: skip
+    from openrlhf_ext.compat import blending_datasets
 
     if not config.logger.verbose:
         datasets.disable_progress_bars()
@@ -69,29 +74,60 @@ def _tokenized(
         records = records.select(range(min(data.max_samples, len(records))))
     wanted = Wanted(data.input_key, None if plain else data.output_key, data.apply_chat_template, not plain)
     require_records(records, wanted, paths)
+    if data.tokenizer_chat_template is not None:
+        tokenizer.chat_template = data.tokenizer_chat_template
+    form = ExampleForm(
+        tokenizer=tokenizer, prompt_key=data.input_key, answer_key=wanted.label, max_len=data.max_len, plain=plain,
+        input_template=data.input_template, chat=data.apply_chat_template, multiturn=data.multiturn,
+    )  # fmt: skip
     processes = min(os.cpu_count() or 1, len(records) // _RECORDS_PER_PROCESS)
     with reading(paths, "as examples"):
-        dataset = SFTDataset(
-            records, tokenizer, data.max_len, strategy, input_template=None if plain else data.input_template,
-            pretrain_mode=plain, num_processors=processes or None, multiturn=data.multiturn,
+        made = records.map(
+            _row, fn_kwargs={"form": form}, remove_columns=records.column_names, num_proc=processes or None,
+            features=features, load_from_cache_file=False,
         )  # fmt: skip
-        made = [(ids[0].numpy().astype(np.int32), [*_ranges(mask[0].numpy())]) for ids, _, mask in dataset]
-    if skipped := len(records) - len(made):
+    _require_taken(made["fault"], paths, data.tokenizer_chat_template is not None)
+    _say_what_is_left_out(made, paths, records.column_names, config)
+    kept = made.filter(bool, input_columns="length", load_from_cache_file=False).with_format("numpy")
+    if not any(map(len, kept["ranges"])):
+        raise InputError(f"{paths} holds no example with a token to train on within data.max_len {data.max_len}")
+    sequences = [row.astype(np.int32) for row in kept["ids"]]
+    require_one_beginning(tokenizer, sequences, f"the examples of {paths}")
+    return sequence_batch(sequences, [row.tolist() for row in kept["ranges"]])
+
+
+def _row(record: dict[str, Any], form: ExampleForm) -> dict[str, Any]:
+    """An example as ``datasets`` keeps it; without ids if there is none."""
+    try:
+        example = form.example(record) or Example([], [])
+    except Refused as error:
+        return {"ids": [], "ranges": [], "length": 0, "added": "", "fault": str(error)}
+    facts = {"length": len(example.ids), "added": example.added, "fault": ""}
+    return {"ids": example.ids, "ranges": example.ranges, **facts}
+
+
+def _require_taken(faults: list[str], paths: str, given: bool) -> None:
+    """Raises InputError: examples cannot be trained on exactly."""
+    refused = [f"record {number} {fault}" for number, fault in enumerate(faults, start=1) if fault]
+    if refused:
+        template = "data.tokenizer_chat_template" if given else "the tokenizer's chat template"
+        more = f"; {len(refused)} of {len(faults)} records are like this" if len(refused) > _FAULTS_SHOWN else ""
+        raise InputError(f"{paths}, with {template}: {'; '.join(refused[:_FAULTS_SHOWN])}{more}")
+
+
+def _say_what_is_left_out(made: Any, paths: str, columns: list[str], config: SupervisedConfig) -> None:
+    if skipped := sum(not length for length in made["length"]):
         logger.warning(
             "%s: skipped %d of %d examples without an answer, or whose prompt leaves no room for one within "
-            "data.max_len %d", paths, skipped, len(records), data.max_len,
+            "data.max_len %d", paths, skipped, len(made), config.data.max_len,
         )  # fmt: skip
-    if not any(ranges for _, ranges in made):
-        raise InputError(f"{paths} holds no example with a token to train on within data.max_len {data.max_len}")
-    return sequence_batch([ids for ids, _ in made], [ranges for _, ranges in made])
-
-
-def _ranges(mask_S: np.ndarray) -> Iterator[tuple[int, int]]:
-    """[start, stop) of the tokens that are trained on. OpenRLHF's mask is that of the positions that predict them."""
-    trained = np.concatenate([[0, 0], mask_S[:-1] > 0, [0]]).astype(np.int8)  # nothing stands before the first token
-    edges = np.flatnonzero(np.diff(trained))
-    yield from ((int(start), int(stop)) for start, stop in edges.reshape(-1, 2))
-
+    if written := [added for added in made["added"] if added]:
+        logger.warning(
+            "%s: the chat template writes %r before the answer of %d of %d examples, which no record says: it is not "
+            "trained on; put it into the records if it should be", paths, written[0], len(written), len(made),
+        )  # fmt: skip
+    if config.data.apply_chat_template and "tools" in columns:
+        logger.warning("%s: the key 'tools' is not read: put the tools into a system message", paths)
 
 
 def fingerprint(examples: SequenceBatch) -> str:

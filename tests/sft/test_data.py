@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from openrlhf_ext.config.sft import load_supervised
-from openrlhf_ext.inputs import InputError
+from openrlhf_ext.inputs import InputError, require_one_beginning
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.sft.data import fingerprint, load_examples, read_examples, save_examples
 from tests.models import CHAT_TEMPLATE, make_tiny_policy
@@ -100,6 +100,32 @@ def test_what_is_too_long_is_cut_or_skipped(examples_of, model, caplog):
     assert "skipped 1 of 2 examples" in caplog.text
     with pytest.raises(InputError, match="holds no example with a token to train on within data.max_len 32"):
         examples_of(records[:1], *words)
+
+
+@pytest.mark.parametrize(("adds", "written", "said"), [
+    (True, "", "none begins with '<|endoftext|>', which the tokenizer would put there"),
+    (True, "<|endoftext|>", ""), (False, "", ""), (True, "<|endoftext|><|endoftext|>", "twice, the first is record 1"),
+])  # fmt: skip
+def test_a_beginning_that_is_lacking_is_said_and_one_that_is_there_twice_refused(model, caplog, adds, written, said):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.bos_token = "<|endoftext|>"
+    tokens = tokenizer([f"{written}1+1"], add_special_tokens=False)["input_ids"]
+    tokenizer.add_bos_token = adds
+    if "twice" in said:
+        with pytest.raises(InputError, match=said):
+            require_one_beginning(tokenizer, tokens, "the prompts")
+    else:
+        require_one_beginning(tokenizer, tokens, "the prompts")
+        assert said in caplog.text and bool(said) == bool(caplog.text)
+
+
+def test_what_cannot_be_found_is_refused_with_its_records(examples_of, model):
+    template = CHAT_TEMPLATE.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+    with pytest.raises(InputError, match="with data.tokenizer_chat_template: record 2 message 2: .*<think>"):
+        examples_of(
+            [{"q": [USER, {"role": "assistant", "content": "<think>\nso\n</think>2"}]}, {"q": CHAT[:2]}],
+            "--data.apply_chat_template", "--data.tokenizer_chat_template", template,
+        )  # fmt: skip
 
 
 def test_ranks_map_what_one_has_written(examples_of, tmp_path):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from openrlhf_ext.inputs import reading
+from openrlhf_ext.inputs import reading, require_one_beginning
 from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.rewards.answers import answer_alone, extract_answer, stated_answers, surely_different
 from openrlhf_ext.rewards.counting import SOLVED
@@ -137,9 +137,11 @@ def _prompted(task: Task, tokenizer: PreTrainedTokenizerBase | None) -> list[Pro
 
 def _problems_that_fit(task: Task, tokenizer: PreTrainedTokenizerBase, room: int | None) -> tuple[list[Problem], int]:
     problems = _prompted(task, tokenizer)
+    tokens = tokenizer([problem.prompt for problem in problems], add_special_tokens=False)["input_ids"]
+    require_one_beginning(tokenizer, tokens, f"the prompts of {task.path}")
     if room is None:
         return problems, 0
-    fitting = [p for p in problems if len(tokenizer(p.prompt, add_special_tokens=False)["input_ids"]) <= room]
+    fitting = [problem for problem, ids in zip(problems, tokens, strict=True) if len(ids) <= room]
     if not fitting:
         raise ValueError(
             f"no prompt of {task.path} fits the {max(room, 0)} tokens that --max_new_tokens leaves of the model's "
