@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         "at the tokens of the completions, in nats; exact, over the whole vocabulary")  # fmt: skip
     add("--temperature", type=float, help="sampling temperature; 0 takes the most likely token (default: 1)")
     add("--top_p", type=float, help="nucleus size; 1 = whole vocabulary (default: 1)")
-    add("--max_new_tokens", type=positive, help="longest completion, tokens (default: 64)")
+    add("--max_new_tokens", type=positive, help="longest completion, tokens (default: 64; with --benchmark 1024)")
     add("--batch_size", type=positive, default=256, help="sequences generated together")
     add("--seed", type=int, default=0, help="of the sampling")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (--engine vllm: cpu or cuda)")

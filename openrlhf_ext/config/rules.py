@@ -340,8 +340,8 @@ def evaluations(config: RunConfig) -> Iterator[Violation]:
     yield from _best_metric(config)
 
 
-TRAINING_METRICS = ("accuracy/mean", "reward/mean")
-_OF_EVALUATIONS = ("accuracy", "reward_mean", "response_length_mean")
+TRAINING_METRICS = ("accuracy/mean", "score/mean", "reward/mean")
+_OF_EVALUATIONS = ("accuracy", "score_mean", "reward_mean", "response_length_mean")
 
 
 def evaluation_metrics(given: Eval) -> list[str]:

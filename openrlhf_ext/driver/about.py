@@ -40,12 +40,13 @@ _MARK = "openrlhf_ext"  # of the cards that are ours
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/(\w+)$")  # huggingface_hub's cache
 _DATA = ("data.prompt_dataset", "eval.dataset")
 _GIT_S = 10.0
+_HELD_OUT = {"held_out": "accuracy", "held_out_score": "mean score"}
 
 
 def results(config: RunConfig) -> dict[str, Any]:
     """Where the run began and where it is: ``steps``, and pairs of the first value and the last one. ``held_out`` has
-    pairs of accuracy and standard error, ``held_out_steps`` the steps after which they were measured; ``reward`` and
-    ``accuracy`` are means over the first and the last few training steps, with standard errors."""
+    pairs of accuracy and standard error, ``held_out_score`` the same of the mean score if it is another number,
+    ``held_out_steps`` the steps after which they were measured; ``reward``, ``accuracy`` and ``score`` are means over the first and the last few training steps, with standard errors."""
     path = Path(str(config.logger.metrics_path))
     records = read_metrics(path) if path.exists() else []
     evaluations = [record for record in records if "eval/accuracy" in record]
@@ -54,11 +55,19 @@ def results(config: RunConfig) -> dict[str, Any]:
     if evaluations:
         ends = evaluations[0], evaluations[-1]
         found["held_out"] = [(end["eval/accuracy"], end["eval/accuracy_stderr"]) for end in ends]
+        scores = [(e.get("eval/score_mean", e["eval/accuracy"]), e.get("eval/score_mean_stderr", 0.0)) for e in ends]
+        if any(score != end["eval/accuracy"] for (score, _), end in zip(scores, ends, strict=True)):
+            found["held_out_score"] = scores
         found["held_out_steps"] = [int(end["step"]) for end in ends]
     if steps:
         few = found["averaged_steps"] = max(1, min(_FEW_STEPS, len(steps) // 2))
-        for name in ("reward", "accuracy"):
-            found[name] = [_mean([part[f"{name}/mean"] for part in of]) for of in (steps[:few], steps[-few:])]
+        for name in ("reward", "accuracy", "score"):
+            found[name] = [
+                _mean([part.get(f"{name}/mean", part["accuracy/mean"]) for part in of])
+                for of in (steps[:few], steps[-few:])
+            ]
+        if found["score"] == found["accuracy"]:
+            del found["score"]
     return found
 
 
@@ -86,16 +95,19 @@ def last_words(config: RunConfig, code: int, seconds: float) -> str:
 
 def _numbers(found: dict[str, Any]) -> list[tuple[str, str]]:
     lines = []
-    if "held_out" in found:
-        (first, then), (last, at) = zip(found["held_out"], found["held_out_steps"], strict=True)
-        ends = f"{_shown(first)} after step {then}, {_shown(last)} after step {at}"
-        lines.append(("held-out accuracy", ends if at > then else ends.split(",")[0]))
+    for measured, name in _HELD_OUT.items():
+        if measured in found:
+            (first, then), (last, at) = zip(found[measured], found["held_out_steps"], strict=True)
+            ends = f"{_shown(first)} after step {then}, {_shown(last)} after step {at}"
+            lines.append((f"held-out {name}", ends if at > then else ends.split(",")[0]))
     if "reward" in found:
         few = found["averaged_steps"]
         of = "step" if few == 1 else f"{few} steps"
-        for name in ("accuracy", "reward"):
+        for name, words in (("accuracy", "accuracy"), ("score", "mean score"), ("reward", "reward")):
+            if name not in found:
+                continue
             first, last = map(_shown, found[name])
-            lines.append((f"training {name}", f"{first} in the first {of}, {last} in the last {of}"))
+            lines.append((f"training {words}", f"{first} in the first {of}, {last} in the last {of}"))
     return lines
 
 
@@ -151,8 +163,9 @@ def write_card(config: RunConfig) -> None:
 def _lines(config: RunConfig, name: str) -> Iterator[str]:
     base, revision = _base(required(config.actor.model_name_or_path, "actor.model_name_or_path"))
     method, options, correction = algorithm_options(config)
-    head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    head |= {"base_model": base, "base_model_relation": "finetune"} if is_hub_name(base) else {}
+    library, relation = ("peft", "adapter") if config.ds.lora.rank > 0 else ("transformers", "finetune")
+    head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
+    head |= {"base_model": base, "base_model_relation": relation} if is_hub_name(base) else {}
     yield "---"
     yield from (f"{key}: {json.dumps(value)}" for key, value in head.items())
     yield from ("tags:", f"- {_MARK}", "- reinforcement-learning", f"- {method}", "---", "", f"# {name}", "")
@@ -200,9 +213,11 @@ def _card_numbers(config: RunConfig) -> Iterator[str]:
         of = "step" if few == 1 else f"{few} steps"
         (first, _), (last, _) = found["reward"]
         rows.append(("reward of the sampled completions", f"{first:.3f} ({of})", f"{last:.3f} ({of})"))
-    if "held_out" in found:
-        (first, then), (last, at) = zip(found["held_out"], found["held_out_steps"], strict=True)
-        rows.append(("held-out accuracy", _accuracy(first, then), _accuracy(last, at)))
+    for measured, name in _HELD_OUT.items():
+        if measured in found:
+            (first, then), (last, at) = zip(found[measured], found["held_out_steps"], strict=True)
+            form = _accuracy if name == "accuracy" else _score
+            rows.append((f"held-out {name}", form(first, then), form(last, at)))
     yield f"Steps: {found['steps']}. First and last numbers of the run's metrics.jsonl:"
     yield ""
     yield from _table(("", "first", "last"), rows)
@@ -211,6 +226,10 @@ def _card_numbers(config: RunConfig) -> Iterator[str]:
 def _accuracy(measured: tuple[float, float], step: int) -> str:
     accuracy, error = measured
     return f"{100 * accuracy:.1f} % (standard error {100 * error:.1f}, step {step})"
+
+
+def _score(measured: tuple[float, float], step: int) -> str:
+    return f"{measured[0]:.3f} (standard error {measured[1]:.3f}, step {step})"
 
 
 def _data(config: RunConfig) -> Iterator[tuple[str, str, str]]:

@@ -12,10 +12,10 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.options.sections import HeldOutSet
 from openrlhf_ext.rewards.answers import stated_answers
-from openrlhf_ext.rewards.counting import SOLVED, majorities, pass_at_k, powers_of_two
+from openrlhf_ext.rewards.counting import SOLVED, accuracy, majorities, pass_at_k, powers_of_two
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling, graded
 
-_MEANS = ("accuracy", "reward_mean", "response_length_mean")  # over several sets, of which each counts the same
+_MEANS = ("accuracy", "score_mean", "reward_mean", "response_length_mean")  # over several sets, of which each counts the same
 Texts = Callable[[Sequence[Response]], list[str]]
 """Of completions, special tokens kept."""
 Key = tuple[str, int]
@@ -82,7 +82,8 @@ def evaluation_metrics(
         return {f"eval/{name}": value for name, value in found[0].items()} | _by_source(groups[0])
     metrics = {f"eval/{name}": sum(each[name] for each in found) / len(found) for name in _MEANS}
     # of a mean over sets that are sampled independently
-    metrics["eval/accuracy_stderr"] = math.hypot(*(each["accuracy_stderr"] for each in found)) / len(found)
+    for name in ("eval/accuracy_stderr", "eval/score_mean_stderr"):
+        metrics[name] = math.hypot(*(each[name.removeprefix("eval/")] for each in found)) / len(found)
     metrics["eval/samples"] = sum(each["samples"] for each in found)
     for options, each in zip(sets, found, strict=True):
         metrics |= {f"eval/{options.name}/{name}": value for name, value in each.items()}
@@ -90,13 +91,16 @@ def evaluation_metrics(
 
 
 def set_metrics(groups: Sequence[Group], temperature: float, texts: Texts | None = None) -> dict[str, float]:
-    """Of one set: accuracy (mean of ``scores``: mean@n) and its standard error over prompts, mean reward and length,
-    pass@k and maj@k, length and entropy of right and of wrong completions. maj@k needs completions that state answers
+    """Of one set: accuracy (share of right completions: mean@n), mean score, both with their standard error over
+    prompts, mean reward and length, pass@k and maj@k, length and entropy of right and of wrong completions. maj@k needs completions that state answers
     (``rewards.answers``), an entropy the engine's log-probs."""
     responses = [response for group in groups for response in group.responses]
+    shares = [accuracy([graded(response.score) for response in group.responses]) for group in groups]
     return {
-        "accuracy": math.fsum(group.mean_score for group in groups) / len(groups),
-        "accuracy_stderr": _standard_error([group.mean_score for group in groups]),
+        "accuracy": math.fsum(shares) / len(groups),
+        "accuracy_stderr": _standard_error(shares),
+        "score_mean": math.fsum(group.mean_score for group in groups) / len(groups),
+        "score_mean_stderr": _standard_error([group.mean_score for group in groups]),
         "reward_mean": sum(graded(response.reward) for response in responses) / len(responses),
         "response_length_mean": sum(response.span for response in responses) / len(responses),
         "samples": float(len(responses)),

@@ -25,6 +25,7 @@ from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
 from openrlhf_ext.ranks.timers import RankReport
 from openrlhf_ext.reporting import EventLog
+from openrlhf_ext.rewards.counting import accuracy
 from openrlhf_ext.rewards.grading import FAILED_KEY
 from openrlhf_ext.rollout.probe import relative_difference
 from openrlhf_ext.rollout.response import Response, graded
@@ -96,11 +97,12 @@ def _group_relative(rollout: RolloutBatch) -> Tensor:
 
 
 def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
-    """Mean score, mean of every number the reward function returned in ``extra_logs``, and how many samples were not
+    """Accuracy, mean score, mean of every number the reward function returned in ``extra_logs``, and how many samples were not
     graded."""
     names = sorted(set(samples[0].extra_logs) - {FAILED_KEY})
     logs = {f"reward_log/{name}": sum(s.extra_logs[name] for s in samples) / len(samples) for name in names}
-    logs["accuracy/mean"] = sum(graded(sample.score) for sample in samples) / len(samples)
+    scores = [graded(sample.score) for sample in samples]
+    logs |= {"accuracy/mean": accuracy(scores), "score/mean": sum(scores) / len(scores)}
     return logs | {"reward/failures": sum(s.extra_logs.get(FAILED_KEY, 0.0) for s in samples)}
 
 
@@ -207,7 +209,7 @@ def guide_gauges(samples: Sequence[Response]) -> dict[str, float]:
     for source, is_guide in (("guide", True), ("policy", False)):
         own = [sample for sample in samples if sample.from_guide == is_guide]
         gauges[f"{source}/reward_mean"] = sum(graded(sample.reward) for sample in own) / len(own)
-        gauges[f"{source}/accuracy_mean"] = sum(graded(sample.score) for sample in own) / len(own)
+        gauges[f"{source}/accuracy_mean"] = accuracy([graded(sample.score) for sample in own])
         gauges[f"{source}/length_mean"] = sum(sample.sampled for sample in own) / len(own)
     return gauges
 

@@ -27,8 +27,10 @@ METRICS = (
     Metric("reward/std", "reward", "standard deviation over the completions of the step"),
     Metric("reward/failures", "completions", "completions of the step that could not be graded"),
     Metric("accuracy/mean", "fraction",
-        "mean score over the completions of the step (`scores` of the reward function): with scores of 0 and 1 the "
-        "share of right ones"),
+        "share of the step's completions that are right: whose score (`scores` of the reward function) is at least 1"),
+    Metric("score/mean", "score",
+        "mean score over the completions of the step: with scores of 0 and 1 the accuracy. It was called "
+        "`accuracy/mean` up to version 0.1"),
     Metric("entropy/mean", "nats", "mean over completion tokens of the policy's entropy at the rollout temperature"),
     Metric("entropy/completion_mean", "nats",
         "mean over completions of their mean token entropy, as Simoni et al. plot it against ln 2 (0.693), above which "
@@ -175,10 +177,15 @@ METRICS = (
     Metric("offload/reload_seconds", "s", "rank 0: moving them back"),
     Metric("tokens/generated", "tokens", "completion tokens generated in the step"),
     Metric("eval/accuracy", "fraction",
-        "mean score over the sampled completions of the held-out prompts; this and the following are those of the only "
-        "set without a name: of named sets each has them as `eval/NAME/accuracy` and so on, and `eval/accuracy`, "
-        "`eval/reward_mean` and `eval/response_length_mean` are means over the sets, each of the same weight"),
+        "share of the sampled completions of the held-out prompts that are right (score of at least 1): `eval/pass@1`; "
+        "this and the following are those of the only set without a name: of named sets each has them as "
+        "`eval/NAME/accuracy` and so on, and `eval/accuracy`, `eval/score_mean`, `eval/reward_mean` and "
+        "`eval/response_length_mean` are means over the sets, each of the same weight"),
     Metric("eval/accuracy_stderr", "fraction", "standard error of `eval/accuracy` over prompts; 0 for a single prompt"),
+    Metric("eval/score_mean", "score",
+        "mean score over the same completions: with scores of 0 and 1 the accuracy. It was called `eval/accuracy` up "
+        "to version 0.1"),
+    Metric("eval/score_mean_stderr", "score", "standard error of `eval/score_mean` over prompts; 0 for a single prompt"),
     Metric("eval/response_length_mean", "tokens", "mean completion length on the held-out prompts"),
     Metric("eval/reward_mean", "reward", "mean reward on the held-out prompts"),
     Metric("eval/samples", "completions", "completions sampled for the evaluation"),

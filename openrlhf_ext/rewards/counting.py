@@ -10,9 +10,14 @@ import numpy as np
 
 _MOST_SUBSETS = 2000
 SOLVED = 1.0
-"""A completion is correct when its score reaches this."""
+"""A completion is right when its score reaches this."""
 
 # Shape suffixes: D = subsets of the samples, S = samples, A = different answers.
+
+
+def accuracy(scores: Sequence[float]) -> float:
+    """The share of completions whose score counts as right."""
+    return sum(score >= SOLVED for score in scores) / len(scores)
 
 
 def powers_of_two(most: int) -> list[int]:

@@ -144,9 +144,11 @@ class StepRecorder(Recorder):
         self.last_evaluation = step
         self.writer.write(step, logs)
         accuracy, error, samples = logs["eval/accuracy"], logs["eval/accuracy_stderr"], logs["eval/samples"]
-        self.events.note("evaluation", accuracy=accuracy, stderr=error, samples=samples)
-        said = "step %d: held-out accuracy %.3f +- %.3f (%d samples)%s"
-        logger.info(said, step, accuracy, error, samples, self.said_label)
+        score, score_error = logs["eval/score_mean"], logs["eval/score_mean_stderr"]
+        self.events.note("evaluation", accuracy=accuracy, stderr=error, samples=samples, score=score)
+        graded = f", mean score {score:.3f} +- {score_error:.3f}" if score != accuracy else ""
+        said = "step %d: held-out accuracy %.3f +- %.3f%s (%d samples)%s"
+        logger.info(said, step, accuracy, error, graded, samples, self.said_label)
 
     def close(self) -> None:
         super().close()

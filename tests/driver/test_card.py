@@ -17,7 +17,7 @@ from openrlhf_ext.reporting import MetricsWriter
 SNAPSHOT = "/cache/hub/models--Qwen--Qwen2.5-0.5B/snapshots/060db6499f32"
 
 
-def card_of(folder: Path, base: str = SNAPSHOT) -> str:
+def card_of(folder: Path, base: str = SNAPSHOT, **more: Any) -> str:
     """The card of a run of four steps with two evaluations, which has downloaded its model or was given a folder."""
     (folder / "mine").mkdir(exist_ok=True)
     (folder / "train.jsonl").write_text("{}\n")
@@ -27,7 +27,7 @@ def card_of(folder: Path, base: str = SNAPSHOT) -> str:
         "reward.remote_url": "http://me:passw0rd@grader:80/f", "logger.wandb.key": "a1b2c3",
         "rollout.batch_size": 8, "rollout.n_samples_per_prompt": 4, "train.batch_size": 32,
         "ckpt.output_dir": str(folder / "mine"), "logger.metrics_path": str(folder / "mine/metrics.jsonl"),
-    }  # fmt: skip
+    } | more  # fmt: skip
     config = build_config(given, origin="test", files=False)
     config = config.model_copy(update={"actor": config.actor.model_copy(update={"model_name_or_path": base})})
     with MetricsWriter(folder / "mine/metrics.jsonl") as metrics:
@@ -72,3 +72,8 @@ def test_the_readme_of_somebody_else_stays(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert card_of(tmp_path) == "my notes"
     assert "is not of a run and stays" in caplog.text
+
+
+def test_the_card_of_an_adapter_says_what_it_is(tmp_path):
+    head = yaml.safe_load(card_of(tmp_path, **{"ds.lora.rank": 8}).split("---\n")[1])
+    assert (head["library_name"], head["base_model_relation"]) == ("peft", "adapter")

@@ -28,6 +28,18 @@ def test_first_and_last_are_means_of_five_steps_at_most_and_never_of_the_same_on
     assert results(run_of(tmp_path / "one", 1))["reward"] == [(0.1, None)] * 2
 
 
+def test_a_mean_score_that_is_no_accuracy_is_said_as_such(tmp_path):
+    config = run_of(tmp_path, 0)
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write(1, {"reward/mean": 0.5, "accuracy/mean": 0.25, "score/mean": 0.5})
+        scores = {"eval/score_mean": 0.448, "eval/score_mean_stderr": 0.034}
+        metrics.write(1, {"eval/accuracy": 0.234, "eval/accuracy_stderr": 0.02, **scores})
+    text = last_words(config, 0, 1.0)
+    assert "held-out accuracy 0.234 +- 0.020 after step 1\n" in text
+    assert "held-out mean score 0.448 +- 0.034 after step 1\n" in text
+    assert "training mean score 0.500 in the first step" in text
+
+
 def test_a_run_that_has_failed_says_from_where_it_goes_on_and_its_only_evaluation_once(tmp_path):
     config = run_of(tmp_path, 12)
     text = last_words(config, 1, 200.0)

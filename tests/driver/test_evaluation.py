@@ -61,6 +61,13 @@ def test_held_out_sources_are_told_apart_by_openrlhfs_names() -> None:
     assert all(map(is_documented, metrics))
 
 
+def test_accuracy_is_the_share_of_right_completions_and_not_the_mean_score() -> None:
+    metrics = evaluation_metrics([held_out().options], [groups((0.5, 1.0), (0.25, 0.75))], None)
+    assert metrics["eval/accuracy"] == metrics["eval/pass@1"] == 0.25 and metrics["eval/score_mean"] == 0.625
+    assert metrics["eval/accuracy_stderr"] == pytest.approx(0.25)
+    assert metrics["eval/score_mean_stderr"] == pytest.approx(0.125) and all(map(is_documented, metrics))
+
+
 def test_held_out_accuracy_is_over_prompts() -> None:
     metrics = evaluation_metrics([held_out().options], [groups((1.0, 0.0), (1.0, 1.0))], None)
     assert metrics["eval/accuracy"] == 0.75 and metrics["eval/samples"] == 4

@@ -180,7 +180,7 @@ def test_a_reward_model_grades_completions_that_have_no_grade() -> None:
     rewards = [one.reward for group in experience.groups for one in group.responses]
     assert [sample["reward"] for sample in experience.samples] == [sample["score"] for sample in experience.samples]
     assert sorted(sample["reward"] for sample in experience.samples) == sorted(rewards) and len(set(rewards)) > 1
-    assert experience.metrics["reward/mean"] == experience.metrics["accuracy/mean"] == pytest.approx(np.mean(rewards))
+    assert experience.metrics["reward/mean"] == experience.metrics["score/mean"] == pytest.approx(np.mean(rewards))
     assert groups[0].responses[0].reward is None
     with pytest.raises(ValueError, match="a completion is not graded"):
         maker(KLCoefficient(0.5)).make(groups, version=4, get=get)

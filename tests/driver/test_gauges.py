@@ -117,7 +117,7 @@ def test_completions_of_guide_and_policy_are_told_apart():
     got = guide_gauges([made[0], dataclasses.replace(made[2], from_guide=True), made[1]])
     assert got == pytest.approx({
         "guide/fraction": 1 / 3, "guide/reward_mean": -1.0, "guide/accuracy_mean": 0.0, "guide/length_mean": 2.0,
-        "policy/reward_mean": 0.5, "policy/accuracy_mean": 0.75, "policy/length_mean": 2.0,
+        "policy/reward_mean": 0.5, "policy/accuracy_mean": 0.5, "policy/length_mean": 2.0,
     })  # fmt: skip
     assert all(map(is_documented, got))
 
@@ -142,8 +142,10 @@ def test_ages_are_those_of_the_policys_tokens():
 
 
 def test_reward_logs_are_means_and_failures_a_count():
-    samples = [SimpleNamespace(score=1.0 - f, extra_logs={"steps": 3.0, FAILED_KEY: f}) for f in (0.0, 1.0)]
-    assert reward_metrics(samples) == {"reward_log/steps": 3.0, "reward/failures": 1.0, "accuracy/mean": 0.5}
+    samples = [SimpleNamespace(score=1.0 - f / 4, extra_logs={"steps": 3.0, FAILED_KEY: f}) for f in (0.0, 1.0)]
+    assert reward_metrics(samples) == {
+        "reward_log/steps": 3.0, "reward/failures": 1.0, "accuracy/mean": 0.5, "score/mean": 0.875,
+    }  # fmt: skip
 
 
 # ---- speed

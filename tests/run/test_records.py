@@ -22,7 +22,8 @@ def test_emulated_fp8_stands_in_every_line_and_record(tmp_path, capsys, caplog):
     fp8 = {"enable": True, "emulate": True, "format": "e4m3"}
     recorder = StepRecorder(config(tmp_path, fp8=fp8), 2, title="grpo, toy")
     engines = [{"generation_s": 1.0, "exposed_grading_s": 0.0}]
-    evaluation = dict.fromkeys(("eval/accuracy", "eval/accuracy_stderr", "eval/samples"), 1.0)
+    names = ("accuracy", "accuracy_stderr", "score_mean", "score_mean_stderr", "samples")
+    evaluation = {f"eval/{name}": 1.0 for name in names}
     with caplog.at_level(logging.INFO, logger=records.__name__):
         recorder.evaluation(0, evaluation)
         for step in (1, 2):

@@ -156,8 +156,8 @@ class Ckpt(Saved):
         "ends (docs/checkpoints.md); 0 = no checkpoint is written then", ge=0)
     best_metric_key: str = option("",
         "metric (more is better) whose best checkpoints are kept besides the newest ones: of evaluations, such as "
-        "eval/accuracy or eval/NAME/pass@8, or of the training steps that ckpt.save_steps saves, accuracy/mean or "
-        "reward/mean; empty = none are")
+        "eval/accuracy, eval/score_mean or eval/NAME/pass@8, or of the training steps that ckpt.save_steps saves, "
+        "accuracy/mean, score/mean or reward/mean; empty = none are")
     keep_best: Int = added(1, "checkpoints that ckpt.best_metric_key keeps, the best of all evaluations or saved steps",
         ge=1)
 

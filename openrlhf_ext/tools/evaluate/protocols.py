@@ -46,6 +46,7 @@ class Protocol:
 
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 64, "apply_chat_template": False}
 """Of the options that a protocol may set, where there is none."""
+_BENCHMARK_TOKENS = 1024  # a worked solution; in 64 tokens no model ends one
 PROTOCOLS = {
     "qwen_math": Protocol(
         source="the instruction of Qwen2.5-Math's evaluation, which benchmarks get without --protocol; n, temperature "
@@ -79,9 +80,10 @@ def settle(given: argparse.Namespace) -> list[str]:
     besides the protocol and wins over it, as words for the settings."""
     sampled = given.protocol is not None and not given.completions  # else only where the answer stands is asked
     options = PROTOCOLS[given.protocol].options if sampled else {}
+    defaults = DEFAULTS | ({"max_new_tokens": _BENCHMARK_TOKENS} if given.benchmark else {})
     instead = []
     for name in (*options, *DEFAULTS):
-        value, meant = getattr(given, name), options.get(name, DEFAULTS.get(name))
+        value, meant = getattr(given, name), options.get(name, defaults.get(name))
         if value is None:
             setattr(given, name, meant)
         elif name in options and value != meant:

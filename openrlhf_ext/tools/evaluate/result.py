@@ -11,6 +11,7 @@ from typing import Any
 from openrlhf_ext.rewards.counting import SOLVED, majorities, pass_at_k
 
 _QUANTILE = NormalDist().inv_cdf(0.975)
+_FEW_ENDED = 0.95
 
 
 def clustered_standard_error(scores_by_prompt: Sequence[Sequence[float]]) -> float:
@@ -88,7 +89,7 @@ class EvaluationResult:
         model: None if saved completions were graded.
         accuracy: share of all samples whose score is at least 1, which is pass@1.
         standard_error: of the accuracy, samples of a prompt taken together.
-        score_mean: mean score over all samples, what a run logs as ``eval/accuracy``.
+        score_mean: mean score over all samples, what a run logs as ``eval/score_mean``.
         ended: share of completions that ended by themselves, before ``max_new_tokens``.
         short_share, short_accuracy: of completions of at most ``short_tokens`` tokens.
         greedy_accuracy: of one completion of the most likely tokens for each problem, which no other number counts.
@@ -283,7 +284,7 @@ def _measured(result: EvaluationResult) -> list[tuple[str, str]]:
         ("entropy, right", result.entropy_right, 1, "{:.4f} nats"),
         ("entropy, wrong", result.entropy_wrong, 1, "{:.4f} nats"),
         ("KL to reference", result.kl_to_reference, 1, "{:.4f} nats"),
-        *((f"log {name}", value, 1, "{:.4g}") for name, value in result.extra_logs.items()),
+        *((f"reward log {name}", value, 1, "{:.4g}") for name, value in result.extra_logs.items()),
     ]
     return [(name, form.format(scale * value)) for name, value, scale, form in found if value is not None]
 
@@ -297,6 +298,9 @@ def notes(result: EvaluationResult) -> list[str]:
     elif result.accuracy == 0 and result.score_mean > 0:
         found.append("no score reaches 1, which is what counts as right: have the reward function return 'scores' of 0 "
                      "and 1 beside its 'rewards'")  # fmt: skip
+    if result.ended is not None and result.ended < _FEW_ENDED:
+        found.append(f"{100 * (1 - result.ended):.0f} % of the completions were cut at --max_new_tokens, before they had "
+                     "ended: a larger one may change every number")  # fmt: skip
     if result.skipped_overlong:
         found.append(f"{result.skipped_overlong} prompts are too long for the model and left out")
     return [f"{result.benchmark}: {note}" for note in found]

@@ -42,7 +42,7 @@ _EVENT = {"event": TEXT, "step": INTEGER, "time": NUMBER}
 _FACTS = {
     **dict.fromkeys(("options", "versions", "hardware", "layout", "processes"), MAP), "set": list_of(TEXT),
     **dict.fromkeys(("steps", "filtered", "late", "count"), INTEGER),
-    **dict.fromkeys(("accuracy", "stderr", "over_mean"), NUMBER),
+    **dict.fromkeys(("accuracy", "stderr", "score", "over_mean"), NUMBER),
 }  # fmt: skip
 _SAMPLE = {"step": INTEGER, "group": TEXT_OR_INTEGER, "tokens": list_of(TEXT)}
 _NUMBERS = {
@@ -153,12 +153,13 @@ _SAMPLED_TOKENS = 45_000  # of the page; some 25 bytes each
 _COMPLETION_TOKENS = 600
 _LISTED_EVENTS = 300
 _HEADLINE_STEPS = 3  # at least, where the run has twelve
-_HEADLINES = ("reward/mean", "accuracy/mean", "eval/accuracy", "entropy/mean", "response/length_mean", "loss/sft",
-             "eval/loss", "time/step")  # fmt: skip
+_HEADLINES = ("reward/mean", "accuracy/mean", "eval/accuracy", "eval/score_mean", "entropy/mean", "response/length_mean",
+             "loss/sft", "eval/loss", "time/step")  # fmt: skip
 _KEY_CURVES = (
-    "reward/mean", "accuracy/mean", "eval/accuracy", "entropy/mean", "entropy/completion_mean", "response/length_mean",
-    "kl/rollout", "loss/policy", "loss/sft", "eval/loss", "grad_norm", "throughput/tokens_per_second",
+    "reward/mean", "accuracy/mean", "eval/accuracy", "score/mean", "eval/score_mean", "entropy/mean",
+    "entropy/completion_mean", "response/length_mean", "kl/rollout", "loss/policy", "loss/sft", "eval/loss", "grad_norm", "throughput/tokens_per_second",
 )  # fmt: skip
+_SCORES = {"score/mean": "accuracy/mean", "eval/score_mean": "eval/accuracy"}
 _LEVELS = {"entropy/completion_mean": [math.log(2), "ln 2"]}  # marked on a curve
 _AT_K = re.compile(r"eval/(?:(?P<set>.+)/)?(?P<kind>pass|maj)@(?P<k>[0-9]+)")
 _PHASES = ("generate", "grade", "logprob", "shape", "train", "sync")
@@ -206,7 +207,11 @@ def _run(run: Run, window: int, now: float) -> dict[str, Any]:
         "silent": now - max(times) if times else None,
         "label": next((record["label"] for record in reversed(run.records) if record.get("label")), ""),
         "missing": run.missing, "clock": _clock(run),
-        "numbers": [number for name in _HEADLINES if (number := _first_and_last(run, name, window))],
+        "numbers": [
+            number
+            for name in _HEADLINES
+            if (name not in _SCORES or _is_graded(run, name)) and (number := _first_and_last(run, name, window))
+        ],
         "failure": next((e.get("error") for e in reversed(run.events) if e["event"] == "failure"), None)
         if run.state == "failed" else None,
     }  # fmt: skip
@@ -222,7 +227,7 @@ def _clock(run: Run) -> Points:
 def _first_and_last(run: Run, name: str, window: int) -> dict[str, Any] | None:
     """Means of the first and of the last values of a metric, which single steps would not tell; None without values.
 
-    A held-out accuracy has its standard error instead.
+    A held-out accuracy or mean score has its standard error instead.
     """
     present = [record for record in run.records if name in record]
     if not present:
@@ -242,7 +247,7 @@ def _first_and_last(run: Run, name: str, window: int) -> dict[str, Any] | None:
 def curve_names(runs: Sequence[Run]) -> list[str]:
     """Metrics of any run in the order of docs/metrics.md; those of single ranks have a place of their own."""
     present = {name for run in runs for record in run.records for name in record}
-    present -= {"step", "time", "label"}
+    present -= {"step", "time", "label", *(name for name in _SCORES if not any(_is_graded(run, name) for run in runs))}
     order = {metric.name: place for place, metric in enumerate(METRICS)}
 
     def key(name: str) -> tuple[Any, ...]:
@@ -253,6 +258,11 @@ def curve_names(runs: Sequence[Run]) -> list[str]:
         return where, name, 0
 
     return sorted((name for name in present if not (name.startswith("rank/") and name.count("/") > 1)), key=key)
+
+
+def _is_graded(run: Run, score: str) -> bool:
+    """Whether a mean score is another number than the accuracy of the same completions."""
+    return any(score in record and record[score] != record.get(_SCORES[score]) for record in run.records)
 
 
 def _metric_of(name: str) -> Metric | None:
@@ -418,7 +428,8 @@ _SENTENCES: dict[str, Callable[[Record], str]] = {
     "start": lambda e: f"to resume from step {e['resume_step']}" if e.get("resume_step") else "",
     "ready": lambda e: f"{len(e.get('processes', ()))} processes, {e.get('steps')} steps",
     "resumed": lambda e: f"from step {e.get('resume_step')}, {e.get('path')}",
-    "evaluation": lambda e: f"accuracy {e.get('accuracy', math.nan):.3f} ± {e.get('stderr', math.nan):.3f}",
+    "evaluation": lambda e: f"accuracy {e.get('accuracy', math.nan):.3f} ± {e.get('stderr', math.nan):.3f}"
+    + (f", mean score {e['score']:.3f}" if e.get("score", e.get("accuracy")) != e.get("accuracy") else ""),
     "failure": lambda e: _short(e.get("error")),
     "restart": lambda e: f"{e.get('number')} of at most {e.get('most')}",
     "profile": lambda e: f"rank {e.get('rank')}, {e.get('trace')} on {e.get('host')}",

@@ -55,7 +55,7 @@ def test_an_option_beside_a_protocol_wins_and_is_said(aime: Path) -> None:
 
 def test_without_a_protocol_everything_is_as_before(aime: Path) -> None:
     request = asked("--model", "m", "--benchmark", f"aime24={aime}")
-    assert (request.samples, request.arguments.temperature, request.arguments.max_new_tokens) == (4, 1.0, 64)
+    assert (request.samples, request.arguments.temperature, request.arguments.max_new_tokens) == (4, 1.0, 1024)
     style = request.tasks[0].style
     assert style.template is not None and "\\boxed{{}}" in style.template and not style.chat
     assert request.tasks[0].answers == "any"
