@@ -15,7 +15,8 @@ from openrlhf_ext.rewards.answers import stated_answers
 from openrlhf_ext.rewards.counting import SOLVED, accuracy, majorities, pass_at_k, powers_of_two
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling, graded
 
-_MEANS = ("accuracy", "score_mean", "reward_mean", "response_length_mean")  # over several sets, of which each counts the same
+# over several sets, of which each counts the same
+_MEANS = ("accuracy", "score_mean", "reward_mean", "response_length_mean")
 Texts = Callable[[Sequence[Response]], list[str]]
 """Of completions, special tokens kept."""
 Key = tuple[str, int]
@@ -92,8 +93,8 @@ def evaluation_metrics(
 
 def set_metrics(groups: Sequence[Group], temperature: float, texts: Texts | None = None) -> dict[str, float]:
     """Of one set: accuracy (share of right completions: mean@n), mean score, both with their standard error over
-    prompts, mean reward and length, pass@k and maj@k, length and entropy of right and of wrong completions. maj@k needs completions that state answers
-    (``rewards.answers``), an entropy the engine's log-probs."""
+    prompts, mean reward and length, pass@k and maj@k, length and entropy of right and of wrong completions. maj@k needs
+    completions that state answers (``rewards.answers``), an entropy the engine's log-probs."""
     responses = [response for group in groups for response in group.responses]
     shares = [accuracy([graded(response.score) for response in group.responses]) for group in groups]
     return {

@@ -97,8 +97,8 @@ def _group_relative(rollout: RolloutBatch) -> Tensor:
 
 
 def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
-    """Accuracy, mean score, mean of every number the reward function returned in ``extra_logs``, and how many samples were not
-    graded."""
+    """Accuracy, mean score, mean of every number the reward function returned in ``extra_logs``, and how many samples
+    were not graded."""
     names = sorted(set(samples[0].extra_logs) - {FAILED_KEY})
     logs = {f"reward_log/{name}": sum(s.extra_logs[name] for s in samples) / len(samples) for name in names}
     scores = [graded(sample.score) for sample in samples]

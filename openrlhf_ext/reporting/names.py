@@ -185,7 +185,8 @@ METRICS = (
     Metric("eval/score_mean", "score",
         "mean score over the same completions: with scores of 0 and 1 the accuracy. It was called `eval/accuracy` up "
         "to version 0.1"),
-    Metric("eval/score_mean_stderr", "score", "standard error of `eval/score_mean` over prompts; 0 for a single prompt"),
+    Metric("eval/score_mean_stderr", "score",
+        "standard error of `eval/score_mean` over prompts; 0 for a single prompt"),
     Metric("eval/response_length_mean", "tokens", "mean completion length on the held-out prompts"),
     Metric("eval/reward_mean", "reward", "mean reward on the held-out prompts"),
     Metric("eval/samples", "completions", "completions sampled for the evaluation"),

@@ -22,14 +22,13 @@ from openrlhf_ext.checkpoints.files import free_name, fsync_folder, write_durabl
 from openrlhf_ext.checkpoints.tensors import safetensors_chunks
 from openrlhf_ext.inputs import FILE_NAME, InputError, map_of, read_json, reading, shown
 from openrlhf_ext.megatron.model.adapter import CONFIG, WEIGHTS
+from openrlhf_ext.megatron.model.folder import INDEX, SINGLE, require_tied_head
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.weight_map import HFTensor, Rule, hf_tensors, shard_shape
 
 logger = logging.getLogger(__name__)
 
 FLOAT_DTYPES = ("F32", "BF16", "F16")  # safetensors' names
-_INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 _MAX_SHARD_BYTES = 5 << 30
 
 
@@ -69,17 +68,17 @@ class HFCheckpoint:
 
     def _index(self) -> dict[str, Path]:
         single = self._single
-        if single != SINGLE or not (self.path / _INDEX).exists():
-            absent = f"neither {SINGLE} nor {_INDEX} found" if single == SINGLE else f"{single} not found"
+        if single != SINGLE or not (self.path / INDEX).exists():
+            absent = f"neither {SINGLE} nor {INDEX} found" if single == SINGLE else f"{single} not found"
             return dict.fromkeys(self._keys(single, absent), self.path / single)
-        index = read_json(self.path / _INDEX, {"weight_map": map_of(FILE_NAME)})
+        index = read_json(self.path / INDEX, {"weight_map": map_of(FILE_NAME)})
         listed: dict[str, str] = index["weight_map"]
         for file in sorted(set(listed.values())):
             named = {name for name, where in listed.items() if where == file}
-            held = self._keys(file, f"{_INDEX} names {file}, which is not there")
+            held = self._keys(file, f"{INDEX} names {file}, which is not there")
             if named != held:
                 raise InputError(
-                    f"{self.path / file} does not hold what {_INDEX} says: missing {sorted(named - held)}, not listed "
+                    f"{self.path / file} does not hold what {INDEX} says: missing {sorted(named - held)}, not listed "
                     f"{sorted(held - named)}"
                 )
         return {name: self.path / file for name, file in listed.items()}
@@ -264,7 +263,7 @@ def _write_shards(
         raise ValueError(f"{folder}: rows of {extra.name} come after the last tensor")
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(_bytes(t, dtype) for t in tensors)}, "weight_map": weight_map}
-        write_file(folder, _INDEX, [json.dumps(index, indent=2, sort_keys=True).encode()])
+        write_file(folder, INDEX, [json.dumps(index, indent=2, sort_keys=True).encode()])
 
 
 def _split(tensors: Sequence[HFTensor], dtype: torch.dtype, limit: int) -> Iterator[list[HFTensor]]:
@@ -353,9 +352,11 @@ def unaccounted_parameters(
 
 def unaccounted_tensors(checkpoint: HFCheckpoint, shape: ModelShape) -> Problems:
     """What keeps the checkpoint's tensors from being those of ``config.json``: kind of problem -> names. A critic's
-    value head may be missing."""
+    value head may be missing. Raises InputError: tied embeddings beside another head."""
     known = {t.name: t.shape for t in hf_tensors(shape)}
     names = checkpoint.names
+    if shape.tied_embeddings and shape.family.output in names:
+        require_tied_head(checkpoint.path)
     # a tied checkpoint may carry a copy of the embedding; old ones carry the rotary table
     ignorable = {n for n in names if n.endswith("rotary_emb.inv_freq")} | (
         {shape.family.output} if shape.tied_embeddings or shape.value_head is not None else set()

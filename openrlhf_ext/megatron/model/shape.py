@@ -22,6 +22,7 @@ from openrlhf_ext.inputs import (
 )  # fmt: skip
 from openrlhf_ext.megatron.families import family_of
 from openrlhf_ext.megatron.model.family import Family, rope_settings, rope_type
+from openrlhf_ext.megatron.model.folder import require_one_model
 
 __all__ = ["ModelShape", "read_model_shape", "read_value_scale", "read_value_shape"]
 
@@ -101,6 +102,7 @@ def _config(model_path: str | Path) -> dict[str, Any]:
         raise InputError(f"{model_path} is a file: give the folder that holds config.json, weights and tokenizer")
     if not Path(model_path).is_dir():
         raise InputError(f"{model_path} does not exist (a hub name has the form org/name){similar_path(model_path)}")
+    require_one_model(model_path)
     return read_json(_config_path(model_path), {"model_type": TEXT})
 
 

@@ -27,6 +27,7 @@ from openrlhf_ext.inputs import (
     reading,
 )
 from openrlhf_ext.megatron.model.adapter import base_of, is_adapter
+from openrlhf_ext.megatron.model.folder import require_one_model, require_tied_head
 from openrlhf_ext.patches.environment import has_cuda
 from openrlhf_ext.rewards.counting import powers_of_two
 from openrlhf_ext.tools.evaluate.problems import (
@@ -301,6 +302,8 @@ def _vocabulary_size(folder: str) -> int:
     from transformers import AutoConfig
 
     folder = base_of(folder) if is_adapter(folder) else folder
+    require_one_model(folder)
+    require_tied_head(folder)
     file = Path(folder) / "config.json"
     read_json(file)  # transformers would look for a name on the hub
     with reading(file, "by transformers"):

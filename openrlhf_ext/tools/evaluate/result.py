@@ -299,8 +299,8 @@ def notes(result: EvaluationResult) -> list[str]:
         found.append("no score reaches 1, which is what counts as right: have the reward function return 'scores' of 0 "
                      "and 1 beside its 'rewards'")  # fmt: skip
     if result.ended is not None and result.ended < _FEW_ENDED:
-        found.append(f"{100 * (1 - result.ended):.0f} % of the completions were cut at --max_new_tokens, before they had "
-                     "ended: a larger one may change every number")  # fmt: skip
+        found.append(f"{100 * (1 - result.ended):.0f} % of the completions were cut at --max_new_tokens before they "
+                     "had ended: a larger one may change every number")  # fmt: skip
     if result.skipped_overlong:
         found.append(f"{result.skipped_overlong} prompts are too long for the model and left out")
     return [f"{result.benchmark}: {note}" for note in found]

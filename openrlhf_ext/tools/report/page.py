@@ -153,11 +153,12 @@ _SAMPLED_TOKENS = 45_000  # of the page; some 25 bytes each
 _COMPLETION_TOKENS = 600
 _LISTED_EVENTS = 300
 _HEADLINE_STEPS = 3  # at least, where the run has twelve
-_HEADLINES = ("reward/mean", "accuracy/mean", "eval/accuracy", "eval/score_mean", "entropy/mean", "response/length_mean",
-             "loss/sft", "eval/loss", "time/step")  # fmt: skip
+_HEADLINES = ("reward/mean", "accuracy/mean", "eval/accuracy", "eval/score_mean", "entropy/mean",
+             "response/length_mean", "loss/sft", "eval/loss", "time/step")  # fmt: skip
 _KEY_CURVES = (
     "reward/mean", "accuracy/mean", "eval/accuracy", "score/mean", "eval/score_mean", "entropy/mean",
-    "entropy/completion_mean", "response/length_mean", "kl/rollout", "loss/policy", "loss/sft", "eval/loss", "grad_norm", "throughput/tokens_per_second",
+    "entropy/completion_mean", "response/length_mean", "kl/rollout", "loss/policy", "loss/sft", "eval/loss",
+    "grad_norm", "throughput/tokens_per_second",
 )  # fmt: skip
 _SCORES = {"score/mean": "accuracy/mean", "eval/score_mean": "eval/accuracy"}
 _LEVELS = {"entropy/completion_mean": [math.log(2), "ln 2"]}  # marked on a curve
