@@ -24,6 +24,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.engines import EngineCall, EngineSupervisor, HangWatch, is_engine_fault
 from openrlhf_ext.driver.waits import Deadline
+from openrlhf_ext.rewards.grading import RewardFailureLimit
 from openrlhf_ext.rollout.response import GroupRequest, InvalidWeights, Response, Sampling, derived_seed, graded
 
 _LOOK_S = 1.0
@@ -270,7 +271,7 @@ class Rollouts:
         self.prompts, self.sampling = prompts, sampling_of(config, config.rollout.temperature, config.rollout.top_p)
         self._config, self._batch_size = config, config.rollout.batch_size
         self._max_staleness, self._timeout_s = config.max_staleness, config.rollout.timeout_s
-        self.dropped = Counter(filtered=0, late=0)
+        self.dropped = Counter(filtered=0, late=0, unstarted=0)
         self._requests, self._deadline, self._with_engines = requests, deadline, with_engines
         self._in_flight: dict[int, Prompt] = {}
         self._again: list[Prompt] = []  # in flight when the checkpoint was written
@@ -278,7 +279,7 @@ class Rollouts:
         self._others: dict[tuple[str, int], list[Response]] = {}  # of evaluations
         self._awaited: set[tuple[str, int]] = set()
         self._batches_wanted = 0
-        self._filtered_for_batch = 0
+        self._filtered_for_batch = self._unstarted_for_batch = 0
         self._exhausted = False
         self._taken: dict[str, float] = {}
 
@@ -305,7 +306,7 @@ class Rollouts:
                 "groups/kept_fraction": len(batch) / (len(batch) + self._filtered_for_batch),
                 "groups/trained_late": float(sum(g.is_late(version, self._max_staleness) for g in batch)),
             }
-        self._filtered_for_batch = 0
+        self._filtered_for_batch = self._unstarted_for_batch = 0
         return batch
 
     def pump(self) -> None:
@@ -382,7 +383,9 @@ class Rollouts:
                 self._awaited.discard(key)
                 continue
             group = Group(self._in_flight.pop(key), responses)
-            if self._is_kept(group):
+            if not all(response.sampled for response in responses):
+                self._count_unstarted()
+            elif self._is_kept(group):
                 self._finished.append(group)
             else:
                 self._count_filtered()
@@ -395,6 +398,19 @@ class Rollouts:
             return True
         low, high = algo.dynamic_filtering_range
         return low < group.mean_score < high
+
+    def _count_unstarted(self) -> None:
+        """A group with an episode in which the policy wrote nothing has no baseline: another prompt takes its place."""
+        self.dropped["unstarted"] += 1
+        self._unstarted_for_batch += 1
+        most = self._config.rollout.max_filter_batches * self._batch_size
+        if self._unstarted_for_batch > most:
+            raise RewardFailureLimit(
+                f"{self._unstarted_for_batch} groups for one batch of {self._batch_size} were dropped, as the agent "
+                "failed before the policy had written anything; their failures are in the log above. Mend the agent, "
+                "lower --reward.max_failures to end sooner, or raise --rollout.max_filter_batches (now "
+                f"{self._config.rollout.max_filter_batches})"
+            )
 
     def _count_filtered(self) -> None:
         self.dropped["filtered"] += 1

@@ -220,7 +220,8 @@ EVENTS = {
     "checkpoint": "a checkpoint is complete: `of_step`, `path`, `mib`, `seconds`, and `best` if it is the best so far",
     "engine_replaced": "`engines` died or hang and are replaced: `of` (`rollout engine` or `guide engine`), `why`, and "
     "`restarts` so far",
-    "groups_dropped": "groups that were not trained in this step: `filtered` by dynamic sampling, too `late`",
+    "groups_dropped": "groups that were not trained in this step: `filtered` by dynamic sampling, too `late`, with an "
+    "episode that failed before its first word (`unstarted`)",
     "groups_late": "`count` groups of the step lagged by more than `train.max_staleness`, and were trained",
     "slow_rank": "policy `rank` on `host` holds the others up: `seconds` of its own, `over_mean` times the mean",
     "profile": "a rank's step was profiled: `rank`, `seconds` by kind, and `trace`, the file on `host`",

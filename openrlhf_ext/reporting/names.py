@@ -163,6 +163,8 @@ METRICS = (
     Metric("groups/in_flight", "groups", "asked for and not finished when the step ends"),
     Metric("groups/queued", "groups", "finished and waiting for training when the step ends"),
     Metric("groups/dropped_filtered", "groups", "dropped by dynamic sampling since the start: all right or all wrong"),
+    Metric("groups/dropped_unstarted", "groups",
+        "dropped since the start because an agent's episode failed three times before the policy had written a word"),
     Metric("groups/dropped_late", "groups",
         "dropped since the start because they lagged by more than `train.max_staleness` (`train.late_groups drop`)"),
     Metric("groups/trained_late", "groups", "groups of the step that lagged by more than `train.max_staleness`"),

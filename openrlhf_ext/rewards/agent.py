@@ -21,10 +21,10 @@ from openrlhf_ext.rewards.earlier_agents import adapted, awaited_init
 from openrlhf_ext.rewards.endpoint import EndpointAgent
 from openrlhf_ext.rewards.executor import GradedExecutor
 from openrlhf_ext.rewards.grading import (
+    FAILED_KEY,
     FailurePolicy,
     InvalidAnswer,
     RewardError,
-    RewardFailureLimit,
     RewardImportError,
     RewardInvalid,
     RewardRaised,
@@ -40,6 +40,7 @@ _STEP_KEYS = ("rewards", "environment_feedback", "done")
 _NEEDED = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine")
 _GIVEN = (*_NEEDED, "images")
 _NEEDED_KEYS = frozenset({"observation_tokens", "action_ranges", "rollout_log_probs", "reward"})
+_TRIES = 3  # of an episode that fails before its first word: a sandbox that does not start, a reset over the network
 _ROOM = 256  # tokens of the episode after the prompt
 
 
@@ -48,7 +49,8 @@ class GradedAgentExecutor(GradedExecutor):
 
     A reward that is not a finite number, and an agent that raises or spends more than ``timeout_s`` outside of
     ``generate`` at a stretch, are failures, which get ``failures.failure_value``; where there is no response, the
-    last turn that was generated takes its place, and without one the run ends.
+    last turn that was generated takes its place. An episode that fails before the policy has written a word is tried
+    again, ``_TRIES`` times in all, each of which counts; then its response is empty, and the driver drops its group.
     """
 
     def __init__(self, agent: AgentExecutorBase, timeout_s: float, failures: FailurePolicy) -> None:
@@ -58,13 +60,22 @@ class GradedAgentExecutor(GradedExecutor):
         self._timeout_s = timeout_s
 
     async def respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> list[Response]:
-        """See :class:`GradedExecutor`. Raises RewardFailureLimit also for an agent that fails before it generates, and
-        RewardImportError for one that needs what there is not."""
+        """See :class:`GradedExecutor`. Raises RewardImportError for an agent that needs what there is not."""
         return await asyncio.gather(
             *(self._respond(request, sample, tokenizer, engine) for sample in range(request.samples))
         )
 
     async def _respond(self, request: GroupRequest, sample: int, tokenizer: Any, engine: Any) -> Response:
+        for _ in range(_TRIES):
+            try:
+                return await self._episode(request, sample, tokenizer, engine)
+            except _Unstarted as unstarted:
+                self._failures.tolerate(unstarted.error)
+        ids = tokenizer(request.prompt, add_special_tokens=False)["input_ids"]
+        return Response.empty(ids, self._failures.failure_value, {FAILED_KEY: 1.0})
+
+    async def _episode(self, request: GroupRequest, sample: int, tokenizer: Any, engine: Any) -> Response:
+        """Raises _Unstarted: the episode failed before the policy had written a word."""
         recorder = ResponseRecorder(engine, request.seed_of(sample))
         proxy = _EngineProxy(recorder)
         answer: dict[str, Any] = {}
@@ -80,7 +91,7 @@ class GradedAgentExecutor(GradedExecutor):
                 proxy.raise_engine_error()
                 error = failure.kind(str(failure), request.prompt, completion(), request.label)
                 if not answer and not proxy.generated:
-                    raise RewardFailureLimit(f"the agent failed before it had generated anything: {error}") from failure
+                    raise _Unstarted(error) from failure
                 raise error from failure.__cause__
 
         with self._counted():
@@ -148,6 +159,15 @@ class _Failure(Exception):
     def __init__(self, kind: type[RewardError], message: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+class _Unstarted(Exception):
+    """An episode without a word of the policy, and why."""
+
+    def __init__(self, error: RewardError) -> None:
+        error.message = f"the agent failed before the policy had written anything: {error.message}"
+        super().__init__(str(error))
+        self.error = error
 
 
 class _EngineProxy:
@@ -363,6 +383,8 @@ def _checked(answer: Any) -> dict[str, Any]:
     missing = sorted(_NEEDED_KEYS - answer.keys()) if isinstance(answer, dict) else sorted(_NEEDED_KEYS)
     if missing:
         raise _Failure(RewardInvalid, f"the agent returned {type(answer).__name__} without {missing}")
+    if not any(stop > start for start, stop in answer["action_ranges"]):
+        raise _Failure(RewardInvalid, "the agent returned action_ranges without a token of the policy")
     return answer
 
 
@@ -375,8 +397,7 @@ def _reward_of(response: dict[str, Any]) -> RewardResult:
 
 
 def try_agent(agent: AgentExecutorBase, model: str, prompt: str, label: Any, completion: str, timeout_s: float) -> str:
-    """What came out of one episode with a made engine, which says ``completion`` at every turn. Raises RewardError,
-    RewardFailureLimit."""
+    """What came out of one episode with a made engine, which says ``completion`` at every turn. Raises RewardError."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -175,6 +175,12 @@ class Response:
         return sampled_S[len(self.tokens_S) - self.written :]
 
     @classmethod
+    def empty(cls, prompt_ids: Iterable[int], reward: float, extra_logs: dict[str, float]) -> Response:
+        """Of an episode in which nothing was sampled: its group is not trained on."""
+        tokens_S = np.array([*prompt_ids], dtype=np.int32)
+        return cls(tokens_S, np.zeros(0, np.float32), (), (), reward, 0.0, False, extra_logs)
+
+    @classmethod
     def of_agent(cls, answer: Mapping[str, Any], max_len: int) -> Response:
         """From a response in the form of OpenRLHF's executors, cut after ``max_len`` tokens."""
         tokens_S = np.asarray(answer["observation_tokens"][:max_len], dtype=np.int32)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIGURE_EVERY_S = 10.0
-_DROPPED = ("filtered", "late")
+_DROPPED = ("filtered", "late", "unstarted")
 # names that losses use -> documented names
 _RENAMED = {"clip_fraction": "loss/clip_fraction"}
 

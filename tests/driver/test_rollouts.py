@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from openrlhf_ext.driver.rollouts import FilterExhaustedError, Group, Prompt, PromptStream, Rollouts
 from openrlhf_ext.driver.waits import Deadline, DeadlineExceeded
-from openrlhf_ext.rollout.response import GroupRequest
+from openrlhf_ext.rewards.grading import RewardFailureLimit
+from openrlhf_ext.rollout.response import GroupRequest, Response
 from tests.driver.simulated import Loader, Requests, options
 
 
@@ -89,6 +90,26 @@ def test_a_batch_waits_for_the_group_whose_turn_it_is_if_it_is_asked_to() -> Non
         made.take(0)
     requests.stuck.clear()
     assert numbers(made.take(0)) == [0, 1] and numbers(made.take(0)) == [2, 3]
+
+
+class SomeEmpty(Requests):
+    """The policy wrote nothing in one response of each of these groups."""
+
+    empty: frozenset[int] = frozenset()
+
+    def answers(self, timeout_s: float) -> list:
+        nothing = Response.empty([1, 2], 0.0, {"reward_failed": 1.0})
+        return [(key, [nothing, *made[1:]] if key in self.empty else made) for key, made in super().answers(timeout_s)]
+
+
+def test_groups_in_which_the_policy_wrote_nothing_are_replaced_until_there_are_too_many() -> None:
+    requests = SomeEmpty(at_once=True)
+    requests.empty = frozenset({1, 3})
+    made = rollouts(requests, prompts=12, batch_size=3)
+    assert numbers(made.take(0)) == [0, 2, 4] and made.gauges()["groups/dropped_unstarted"] == 2
+    requests.empty = frozenset(range(1000))
+    with pytest.raises(RewardFailureLimit, match="the agent failed before the policy had written anything"):
+        rollouts(requests, prompts=1000, batch_size=3).take(0)
 
 
 def test_filtered_groups_are_replaced_at_once() -> None:

@@ -36,11 +36,14 @@ class AgentExecutor(AgentExecutorBase):
 class TwoTurns(AgentExecutorBase):
     """Generates twice, with an ``=`` from the environment between; the label says what goes wrong before or after."""
 
+    started = 0
+
     async def execute(
         self, prompt: str, label: Any, sampling_params: Any, max_length: int, hf_tokenizer: Any, llm_engine: Any,
         images: Any = None,
     ) -> Any:  # fmt: skip
-        if label == "raise at once":
+        self.started += 1
+        if label == "raise at once" or (label == "raise once" and self.started == 1):
             raise KeyError("no environment")
         tokens = [ord(letter) for letter in prompt]
         ranges, logprobs = [], [0.0] * len(tokens)
@@ -134,9 +137,21 @@ def test_one_failure_too_many_ends_the_run() -> None:
         run("none", "none", tolerated=1)
 
 
-def test_an_agent_that_fails_before_it_generates_leaves_nothing_to_train_on() -> None:
-    with pytest.raises(RewardFailureLimit, match=r"before it had generated anything(.|\n)*no environment(.|\n)*'2\+'"):
-        run("raise at once")
+def test_an_agent_that_fails_before_it_generates_is_tried_again_and_leaves_nothing_to_train_on() -> None:
+    executor, (good, empty) = run("good", "raise at once", tolerated=3)
+    messages = executor.take_failures()
+    assert len(messages) == 3 and all("before the policy had written anything" in m for m in messages), "each counts"
+    assert "no environment" in messages[0] and "prompt: '2+'" in messages[0]
+    assert good.reward == 1.5 and (empty.sampled, empty.reward, empty.score) == (0, -1.0, 0.0)
+    assert empty.extra_logs == {"reward_failed": 1.0} and bytes(empty.tokens_S.astype("u1")) == b"2+"
+    with pytest.raises(RewardFailureLimit, match=r"3 samples could not be graded(.|\n)*no environment(.|\n)*'2\+'"):
+        run("raise at once", tolerated=2)
+
+
+def test_an_agent_that_fails_before_it_generates_may_work_the_next_time() -> None:
+    executor, (response,) = run("raise once", tolerated=1)
+    assert response.reward == 1.5 and response.extra_logs["reward_failed"] == 0.0
+    assert len(executor.take_failures()) == 1
 
 
 def test_a_failing_engine_is_no_failure_of_the_agent() -> None:

@@ -309,4 +309,4 @@ def test_failures_of_the_agent_are_those_of_rewards_and_generation_is_no_idlenes
     assert "did nothing with the engine for 2 s (--reward.timeout_s)" in hangs.failures[0]
     assert "agent.py" in hangs.failures[0].partition("it was here")[2], hangs.failures[0]
     with pytest.raises(RewardFailureLimit, match="run_agent made no call to its base_url"):
-        Episode(tmp_path, "def run_agent(prompt, label, base_url):\n    return 1.0\n", tolerated=5)
+        Episode(tmp_path, "def run_agent(prompt, label, base_url):\n    return 1.0\n", tolerated=2)

@@ -35,8 +35,8 @@ def require_one_model(folder: str | Path) -> None:
     if others:
         raise InputError(
             f"{folder} holds two models: {_listed(others)} beside {_listed(listed)}"
-            f"{f', which {INDEX} lists' if indexed else ''}; policy, engines and transformers do not read the same one: "
-            "remove the files of the other"
+            f"{f', which {INDEX} lists' if indexed else ''}; policy, engines and transformers do not read the same "
+            "one: remove the files of the other"
         )
 
 

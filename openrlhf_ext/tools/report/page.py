@@ -41,7 +41,7 @@ _BEGINS = {"start", "restart", "resumed"}
 _EVENT = {"event": TEXT, "step": INTEGER, "time": NUMBER}
 _FACTS = {
     **dict.fromkeys(("options", "versions", "hardware", "layout", "processes"), MAP), "set": list_of(TEXT),
-    **dict.fromkeys(("steps", "filtered", "late", "count"), INTEGER),
+    **dict.fromkeys(("steps", "filtered", "late", "unstarted", "count"), INTEGER),
     **dict.fromkeys(("accuracy", "stderr", "score", "over_mean"), NUMBER),
 }  # fmt: skip
 _SAMPLE = {"step": INTEGER, "group": TEXT_OR_INTEGER, "tokens": list_of(TEXT)}
@@ -404,7 +404,7 @@ def _events(run: Run) -> dict[str, Any]:
     counts: dict[str, int] = {}
     for event in run.events:
         if event["event"] in _COUNTED:
-            for name in ("filtered", "late", "count"):
+            for name in ("filtered", "late", "unstarted", "count"):
                 kind = "trained late" if name == "count" else f"dropped, {name}"
                 counts[kind] = counts.get(kind, 0) + event.get(name, 0)
     return {
