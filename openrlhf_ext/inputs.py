@@ -182,6 +182,12 @@ def similar_path(path: str | Path) -> str:
     return f"; did you mean {path.parent / near}?" if near else ""
 
 
+def shipped(path: str) -> Path:
+    """A file or folder of the checkout, such as ``configs/models``, or its copy in the installed package."""
+    package = Path(__file__).resolve().parent
+    return package / path if (package / path).exists() else package.parent / path
+
+
 def read_text(path: str | Path, most: int = FILE_BYTES) -> str:
     """The text of a file of at most ``most`` bytes, in UTF-8."""
     with reading(path), open(path, "rb") as file:

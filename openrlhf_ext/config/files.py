@@ -36,6 +36,7 @@ from openrlhf_ext.inputs import (
     read_json,
     read_text,
     reading,
+    shipped,
     type_name,
 )
 from openrlhf_ext.options import ConfigError, PathKind, Violation, value_of
@@ -128,7 +129,7 @@ _MERGE = Kind("a text or a list of texts", lambda v: isinstance(v, str) or list_
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
-_KNOWN = Path(__file__).resolve().parents[2] / "configs/models"
+_KNOWN = shipped("configs/models")
 _PUBLISHERS = ("Qwen", "meta-llama")
 
 
@@ -136,7 +137,7 @@ def model_folder(name: str) -> str | None:
     """The folder whose ``config.json`` says what a model is: its own, or that of ``configs/models`` for a hub name.
 
     ``Qwen/Qwen2.5-7B`` and ``Qwen/Qwen2.5-7B-Instruct`` are ``configs/models/qwen2.5-7b``. None if the name is a hub's
-    and there is no such folder, as where the package was installed without its checkout.
+    and there is no such folder.
     """
     if not is_hub_name(name):
         return name
@@ -146,10 +147,9 @@ def model_folder(name: str) -> str | None:
 
 
 def unknown_model(name: str) -> str:
-    known = ", ".join(sorted(folder.name for folder in _KNOWN.iterdir())) if _KNOWN.is_dir() else ""
-    where = f"configs/models of the checkout has {known}" if known else f"the package is installed without {_KNOWN}"
+    known = ", ".join(sorted(folder.name for folder in _KNOWN.iterdir()))
     return (
-        f"{name} is a hub name whose config.json is not on this machine ({where}); give a folder that holds the "
+        f"{name} is a hub name whose config.json is not on this machine (configs/models has {known}); give a folder that holds the "
         "model's config.json, no weights are needed"
     )
 

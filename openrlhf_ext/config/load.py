@@ -18,7 +18,7 @@ from openrlhf_ext.config.rules import Findings, check_config, check_settings
 from openrlhf_ext.config.run_config import RunConfig, option_table
 from openrlhf_ext.config.show import format_help
 from openrlhf_ext.config.upstream import EARLIER_DEFAULTS, STANDS_FOR, is_earlier, of_earlier, origin_of, read_earlier
-from openrlhf_ext.inputs import InputError, read_text, shown
+from openrlhf_ext.inputs import InputError, read_text, shipped, shown
 from openrlhf_ext.megatron.layout import PIPELINE_ENDS
 from openrlhf_ext.options import (
     ConfigError,
@@ -136,10 +136,14 @@ ConfigLoader.add_constructor(f"{_TAG}int", _integer)
 def read_yaml(path: str, table: OptionTable) -> tuple[list[Setting], list[Violation]]:
     """Settings of a YAML file, in its order, and what is wrong with the file itself (absent, no YAML, a key twice).
 
-    Nested and dotted keys may be mixed.
+    Nested and dotted keys may be mixed. A path such as ``configs/recipes/smoke_cpu.yaml`` that is not in the working
+    folder is one that the package ships.
     """
+    given = os.path.expanduser(path)
+    if not os.path.exists(given) and given.startswith("configs/"):
+        given = str(shipped(given))
     try:
-        loader = ConfigLoader(read_text(os.path.expanduser(path), _FILE_BYTES))
+        loader = ConfigLoader(read_text(given, _FILE_BYTES))
         root = loader.get_single_node()
     except InputError as error:
         return [], [Violation((), f"--config must name a readable file: {error}")]
