@@ -58,7 +58,7 @@ RULES = {
     ),
     "ranks": (CORE - {"config", "driver", "reporting", "rewards"}, {"openrlhf", "vllm", "pydantic"}),
     "driver": (
-        CORE | {"inputs", "redaction", "run", "user_code"},
+        CORE | {"inputs", "locks", "redaction", "run", "user_code"},
         {"openrlhf", "vllm", "megatron", "pydantic"},
     ),
     "tools": (

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,11 +94,14 @@ def write_receipt(folder: Path, part: str, entries: Iterable[FileEntry]) -> None
 class CheckpointStore:
     """The checkpoints in one folder on a file system that every node shares; one process at a time writes. ``keep``:
     checkpoints kept besides the best one. ``max_bytes``: space that resumable ones may take together; the newest one is
-    never deleted. ``visible_s``: how long files that other nodes have written may take to appear here."""
+    never deleted. ``visible_s``: how long files that other nodes have written may take to appear here; ``check_own`` is
+    called before anything is changed, and raises if the folder is somebody else's by now."""
 
     def __init__(
-        self, folder: str | Path, keep: int, max_bytes: float = float("inf"), visible_s: float = VISIBLE_S
-    ) -> None:
+        self, folder: str | Path, keep: int, max_bytes: float = float("inf"), visible_s: float = VISIBLE_S,
+        check_own: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._check_own = check_own
         self.folder, self.keep, self.max_bytes, self.visible_s = Path(folder), keep, max_bytes, visible_s
 
     def checkpoints(self) -> list[Path]:
@@ -109,6 +112,7 @@ class CheckpointStore:
         return self.folder / f"global_step{step}"
 
     def begin(self, step: int) -> Path:
+        self._check_own()
         target = self._incomplete(step)
         try:
             shutil.rmtree(target, ignore_errors=True)
@@ -120,6 +124,7 @@ class CheckpointStore:
     def commit(self, manifest: Manifest) -> Path:
         """Completes the checkpoint begun for ``manifest.step``. Raises CheckpointError: a file is not there (a rank
         wrote to other storage), or the system refused; the checkpoints made before are untouched."""
+        self._check_own()
         folder, target = self._incomplete(manifest.step), self.path_of(manifest.step)
         sizes = {entry.path: entry.size for entry in manifest.files}
         if absent := absent_files(folder, sizes, self.visible_s):
@@ -177,10 +182,12 @@ class CheckpointStore:
         return manifest
 
     def abandon(self, step: int) -> None:
+        self._check_own()
         shutil.rmtree(self._incomplete(step), ignore_errors=True)
 
     def clean(self) -> None:
         """Completes what the ranks of a run that was stopped had fully written, and removes what is half-written."""
+        self._check_own()
         for left in [*self.folder.glob(f"global_step*{_INCOMPLETE}")]:
             if self._completed(left):
                 continue
@@ -199,6 +206,7 @@ class CheckpointStore:
 
     def rotate(self) -> None:
         """Deletes the oldest checkpoints beyond ``keep`` and ``max_bytes``, never the best; likewise the HF ones."""
+        self._check_own()
         protected = {step for step, _ in best_of(self.best())}
         complete = [p for p in self.checkpoints() if step_of(p) not in protected]
         hf = [p for p in self.folder.glob("global_step*_hf") if _NAME.match(p.name) and step_of(p) not in protected]
@@ -210,6 +218,7 @@ class CheckpointStore:
 
     def mark_best(self, content: Mapping[str, Any]) -> None:
         """``content``: what :func:`best_content` makes, or :meth:`best` has returned."""
+        self._check_own()
         write_file(self.folder, f"{BEST}{_INCOMPLETE}", [json.dumps(dict(content), indent=1).encode()])
         os.replace(self.folder / f"{BEST}{_INCOMPLETE}", self.folder / BEST)
         fsync_folder(self.folder)

@@ -207,7 +207,7 @@ class RaySession:
         failures = {name: answer for name, answer in answers.items() if isinstance(answer, Exception)}
         if failures:
             described = "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in failures.items())
-            raise TimeoutError(f"nodes did not say within {timeout_s:g} s whether they have GPUs: {described}")
+            raise TimeoutError(f"nodes did not say within {round(timeout_s, 1):g} s whether they have GPUs: {described}")
         with_gpus = [name for name, count in answers.items() if count]
         if 0 < len(with_gpus) < len(answers):
             without = [name for name, count in answers.items() if not count]

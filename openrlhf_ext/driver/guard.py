@@ -29,6 +29,7 @@ import psutil
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.about import last_words
+from openrlhf_ext.locks import check_held, displaced
 from openrlhf_ext.reporting import EventLog, RunStatus
 from openrlhf_ext.rewards.worker import die_with
 from openrlhf_ext.run.checkpoints import own_folders, resumption
@@ -65,7 +66,7 @@ class Guard:
         self._pipe = pipe
         self._held_s: float | None = None
         self._pending = False
-        self._told_at = -math.inf
+        self._told_at = self._looked_at = -math.inf
         self.received: signal.Signals | None = None
         self.received_at = math.inf
         self.events = EventLog()
@@ -125,9 +126,13 @@ class Guard:
         raise KeyboardInterrupt
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if one is due: Python drops what a handler raises inside of a finalizer."""
+        """Raises KeyboardInterrupt if one is due: Python drops what a handler raises inside of a finalizer. Raises
+        FileDisplaced: a folder of the run is somebody else's by now; looked at once a second."""
         if self._pending and (self._held_s is None or self.received == signal.SIGINT):
             raise KeyboardInterrupt
+        if time.monotonic() - self._looked_at >= _PROGRESS_S:
+            self._looked_at = time.monotonic()
+            check_held()
 
     def hold(self, seconds: float) -> None:
         """From here to ``release`` SIGTERM waits, ``seconds`` at most after it came."""
@@ -162,7 +167,7 @@ def run(config: RunConfig, train: Train) -> int:
     try:
         with own_folders(config):
             code = run_with_restarts(config, parent.attempt)
-            if code != 2:
+            if code != 2 and not displaced():
                 logger.info("%s", last_words(config, code, time.monotonic() - began))
             return code
     finally:
@@ -179,7 +184,7 @@ def run_with_restarts(config: RunConfig, attempt: Callable[[RunConfig, int], int
             logger.warning("restart %d of %d (train.max_restarts)", restart, config.train.max_restarts)
             config = config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"load_enable": True})})
         code = attempt(config, restart)
-        if code in _FINAL:
+        if code in _FINAL or displaced():
             break
     return code
 
@@ -230,6 +235,7 @@ class _Parent:
     @staticmethod
     def _note(config: RunConfig, step: int, event: str, **facts: Any) -> None:
         try:
+            check_held()
             with EventLog(Path(str(config.logger.metrics_path)).with_name("events.jsonl"), goes_on=True) as events:
                 events.step = step
                 events.note(event, **facts)

@@ -217,13 +217,13 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
 
             if not config.logger.verbose:
                 compat.quiet_upstream_logs()
-            places = reserve_policy_places(config)
-            session.find_gpus(config.vllm.start_timeout_s)
+            places = reserve_policy_places(config, start)
+            session.find_gpus(start.remaining)
             sync_settings(config, session.use_gpu, ())  # a transport that needs GPUs is refused before engines start
-            engines = start_engines(config, session.use_gpu, places)
-            guide_engines = start_guide_engines(config, session.use_gpu)
+            engines = start_engines(config, session.use_gpu, places, start)
+            guide_engines = start_guide_engines(config, session.use_gpu, start)
             policy = start_policy(config, places)
-            auxiliary = AuxiliaryModels.start(config, places)
+            auxiliary = AuxiliaryModels.start(config, start, places)
             with without_collection():
                 from openrlhf_ext.driver.data import load_data  # takes long: the others start meanwhile
             strategy = compat.DriverStrategy(upstream_args(config))
@@ -245,7 +245,7 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
     with start.limit(config.weight_sync.timeout_s, "comparing policy and engines", "weight_sync.timeout_s"):
         prove_start(config, policy, engines, start)
     with start.limit(config.vllm.start_timeout_s, "starting the guide's engines", "vllm.start_timeout_s"):
-        await_guide_engines(config, session, guide_engines, start)
+        await_guide_engines(session, guide_engines, start)
     with start.limit(ranks_s, "building the models beside the policy", option):
         auxiliary.initialize(config, session, steps, start)
     with start.limit(config.train.step_timeout_s, "loading the checkpoint", "train.step_timeout_s"):

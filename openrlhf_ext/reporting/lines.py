@@ -32,7 +32,7 @@ from openrlhf_ext.inputs import (
     map_of,
     shown,
 )
-from openrlhf_ext.outputs import in_one_piece
+from openrlhf_ext.outputs import in_one_piece, require_in_place
 from openrlhf_ext.redaction import redacted
 from openrlhf_ext.reporting.names import LABEL, NONFINITE, STEP, TIME
 
@@ -65,7 +65,8 @@ class JsonLines:
 
     def append(self, record: Record) -> None:
         """Writes one line; a line that does not fit on the disk leaves nothing behind. ValueError: a number is not
-        finite."""
+        finite; FileDisplaced: the file is not the one under its name any more."""
+        require_in_place(self._file.fileno(), self._path)
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
         before = self._file.seek(0, os.SEEK_END)
         try:

@@ -27,7 +27,7 @@ from openrlhf_ext.checkpoints.store import MANIFEST, best_content, best_of, step
 from openrlhf_ext.config import ConfigError, RunConfig, format_config, value_of
 from openrlhf_ext.config.show import format_options
 from openrlhf_ext.inputs import InputError
-from openrlhf_ext.locks import FolderLock, LockError
+from openrlhf_ext.locks import FolderLock, LockError, check_held, displaced
 from openrlhf_ext.megatron.model.hf_files import finish_interrupted, set_aside_hf
 from openrlhf_ext.options import Violation
 from openrlhf_ext.options.table import Configuration, table_of
@@ -56,7 +56,7 @@ Call = Callable[..., list]
 
 
 def checkpoint_store(config: RunConfig | SupervisedConfig) -> CheckpointStore:
-    return CheckpointStore(config.ckpt.path, config.ckpt.max_num, config.ckpt.max_mem * 1e9)
+    return CheckpointStore(config.ckpt.path, config.ckpt.max_num, config.ckpt.max_mem * 1e9, check_own=check_held)
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def own_folders(config: RunConfig | SupervisedConfig) -> Iterator[None]:
     on. Raises ConfigError: another run has one of the folders, or one cannot be changed."""
     faults, take_over = [], config.ckpt.take_over_lock
     with ExitStack() as held:
-        for folder, options in _folders(config).items():
+        for folder, options in _folders(config).values():
             names = " and ".join(options)
             try:
                 held.enter_context(closing(FolderLock(folder, take_over, "add --ckpt.take_over_lock")))
@@ -97,14 +97,15 @@ def _make_ready(config: RunConfig | SupervisedConfig, store: CheckpointStore) ->
                 logger.warning(moved, folder, "the final model", "", aside)
 
 
-def _folders(config: RunConfig | SupervisedConfig) -> dict[Path, tuple[str, ...]]:
-    """The folders, links resolved, and the options that name them."""
+def _folders(config: RunConfig | SupervisedConfig) -> dict[Path, tuple[Path, tuple[str, ...]]]:
+    """By the folders, links resolved: as they are named, and the options that name them."""
     named = {"ckpt.path": Path(config.ckpt.path), "ckpt.output_dir": Path(config.ckpt.output_dir)}
     if config.logger.metrics_path is not None:
         named["logger.metrics_path"] = Path(config.logger.metrics_path).parent
-    folders: dict[Path, tuple[str, ...]] = {}
+    folders: dict[Path, tuple[Path, tuple[str, ...]]] = {}
     for option, folder in named.items():
-        folders[folder.resolve()] = (*folders.get(folder.resolve(), ()), option)
+        first, options = folders.get(folder.resolve(), (folder, ()))
+        folders[folder.resolve()] = (first, (*options, option))
     return folders
 
 
@@ -149,6 +150,7 @@ def _finish_interrupted(config: RunConfig | SupervisedConfig, store: CheckpointS
 def write_hf(call: Call, who: str, path: str, option: str, timeout_s: float) -> None:
     """Has a group write its model in Hugging Face form; ``option`` names the folder. Raises CheckpointError if rank 0
     wrote to storage that is not seen here, RanksTimeoutError."""
+    check_held()
     sizes, *_ = call("save_model", timeout_s, path=path)
     if absent := absent_files(Path(path), sizes, VISIBLE_S):
         raise CheckpointError(
@@ -321,6 +323,8 @@ def report_changed_options(before: Mapping[str, str], now: Mapping[str, str]) ->
 
 def resumption(config: RunConfig | SupervisedConfig) -> str:
     """How a user goes on with a run that has ended early."""
+    if said := displaced():
+        return said
     newest = checkpoint_store(config).checkpoints()[-1:]
     if not newest:
         return f"no checkpoint is in {config.ckpt.path}: the run has to begin again"
