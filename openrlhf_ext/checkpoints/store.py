@@ -29,7 +29,19 @@ from openrlhf_ext.checkpoints.files import (
     fsync_folder,
     write_file,
 )
-from openrlhf_ext.inputs import INTEGER, MAP, NUMBER, TEXT, InputError, check, list_of, map_with, read_json
+from openrlhf_ext.inputs import (
+    INNER_PATH,
+    INTEGER,
+    MAP,
+    NUMBER,
+    TEXT,
+    InputError,
+    check,
+    decode,
+    list_of,
+    map_with,
+    read_json,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +54,7 @@ _BEST_KEYS = {"step": INTEGER, "metric": TEXT, "value": NUMBER}
 _BEST_MAYBE = {"next": list_of(map_with({"step": INTEGER, "value": NUMBER}))}  # best first; earlier releases had none
 _NAME = re.compile(r"global_step(\d+)")
 _PENDING = "pending.json"
-_ENTRY_KEYS = {"path": TEXT, "size": INTEGER, "sha256": TEXT}
+_ENTRY_KEYS = {"path": INNER_PATH, "size": INTEGER, "sha256": TEXT}
 _PARTS = "written"
 
 
@@ -169,11 +181,11 @@ class CheckpointStore:
         folder = self._incomplete(step)
         if not (folder / _PENDING).exists():
             return None
-        noted = json.loads((folder / _PENDING).read_text(encoding="utf-8"))
+        noted = decode((folder / _PENDING).read_bytes(), str(folder / _PENDING))
         receipts = [folder / _PARTS / f"{part}.json" for part in noted["parts"]]
         if not all(receipt.exists() for receipt in receipts):
             return None
-        written = [entry for receipt in receipts for entry in json.loads(receipt.read_text(encoding="utf-8"))]
+        written = [entry for receipt in receipts for entry in decode(receipt.read_bytes(), str(receipt))]
         files = tuple(FileEntry(**entry) for entry in (*noted["files"], *written))
         manifest = Manifest(step, files, noted["about"])
         path = self.commit(manifest)

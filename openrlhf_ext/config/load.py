@@ -21,6 +21,7 @@ from openrlhf_ext.config.upstream import EARLIER_DEFAULTS, STANDS_FOR, is_earlie
 from openrlhf_ext.inputs import InputError, read_text, shown
 from openrlhf_ext.megatron.layout import PIPELINE_ENDS
 from openrlhf_ext.options import (
+    SHOWN_PROBLEMS,
     ConfigError,
     Fault,
     Option,
@@ -271,11 +272,12 @@ def flattened(name: str, value: Any, origin: str) -> Iterator[Setting]:
         yield from flattened(f"{name}.{key}", inner, origin)
 
 
-def unknown_option(setting: Setting, table: OptionTable) -> Violation:
+def unknown_option(setting: Setting, table: OptionTable, guess: bool = True) -> Violation:
+    """``guess``: say which option may have been meant, which takes milliseconds."""
     if table.is_section(setting.name):
         message = f"{setting.name} is a group of options: give one of {setting.name}.* ({setting.origin})"
         return Violation((setting.name,), message)
-    nearest = table.nearest(setting.name)
+    nearest = table.nearest(setting.name) if guess else None
     hint = f"did you mean {nearest}?" if nearest else "--help lists all options"
     options = (setting.name,) if nearest is None else (setting.name, nearest)
     return Violation(options, f"unknown option {setting.name} ({setting.origin}); {hint}")
@@ -416,10 +418,12 @@ def _todays(draft: Draft, settings: Sequence[Setting]) -> Iterator[Setting]:
 
 def collect(draft: Draft, settings: Iterable[Setting]) -> None:
     """Known settings into ``draft``. The last value wins, also over values above and below its name in open maps."""
+    unknown = 0
     for setting in settings:
         option = draft.table.find(setting.name)
         if option is None or (option.arity == "open" and option.name == setting.name):
-            draft.reject(unknown_option(setting, draft.table))
+            unknown += 1
+            draft.reject(unknown_option(setting, draft.table, guess=unknown <= SHOWN_PROBLEMS))
             continue
         for name in [other for other in draft.values if _overlap(other, setting.name)]:
             del draft.values[name], draft.origins[name]

@@ -225,10 +225,11 @@ EVENTS = {
     "groups_late": "`count` groups of the step lagged by more than `train.max_staleness`, and were trained",
     "slow_rank": "policy `rank` on `host` holds the others up: `seconds` of its own, `over_mean` times the mean",
     "profile": "a rank's step was profiled: `rank`, `seconds` by kind, and `trace`, the file on `host`",
+    "output_lost": "what the run shows cannot be written any more, to standard output or error: `why`; it goes on",
     "failure": "the run failed: `error` is the whole text that the terminal has, `traceback` has every "
     "frame of the driver",
     "restart": "it begins again from the last checkpoint: `number` of at most `most`",
-    "interrupted": "the `signal` that ended the run, SIGINT (Ctrl-C) or SIGTERM; the newest `checkpoint`, or `why` "
+    "interrupted": "the `signal` that ended the run, SIGINT (Ctrl-C), SIGTERM or SIGHUP; the newest `checkpoint`, or `why` "
     "the driver could not say it",
     "end": "the final checkpoint is in `path`; `results`: of the first and the last step and evaluation",
 }

@@ -26,11 +26,12 @@ from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files, read_plain, 
 from openrlhf_ext.checkpoints.store import MANIFEST, best_content, best_of, step_of
 from openrlhf_ext.config import ConfigError, RunConfig, format_config, value_of
 from openrlhf_ext.config.show import format_options
-from openrlhf_ext.inputs import InputError
+from openrlhf_ext.inputs import MAP, TEXT, InputError, check, reading
 from openrlhf_ext.locks import FolderLock, LockError, check_held, displaced
 from openrlhf_ext.megatron.model.hf_files import finish_interrupted, set_aside_hf
 from openrlhf_ext.options import Violation
 from openrlhf_ext.options.table import Configuration, table_of
+from openrlhf_ext.patches.environment import code_version
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.reporting import EventLog
 
@@ -248,8 +249,7 @@ class Checkpointer:
                 files = call("save_state", self.timeout_s, name=name, folder=str(folder), background=background)
                 parts += [f"{name}-{rank}" for rank in range(len(files))]
                 entries += [] if background else [entry for part in files for entry in part]
-            versions = {name: version(name) for name in ("torch", "megatron-core", "safetensors")}
-            manifest = Manifest(step, tuple(entries), {"versions": versions, "best": best or self.store.best()})
+            manifest = Manifest(step, tuple(entries), {"versions": _versions(), "best": best or self.store.best()})
             if background:
                 self.store.expect(manifest, parts)
         except BaseException:
@@ -318,6 +318,18 @@ def report_changed_options(before: Mapping[str, str], now: Mapping[str, str]) ->
         logger.warning("resuming with another %s: %s, it was %s", name, now[name], before[name])
 
 
+def _versions() -> dict[str, str]:
+    """Of what decides the numbers of a run."""
+    return {"openrlhf_ext": code_version(), **{name: version(name) for name in ("torch", "megatron-core", "safetensors")}}
+
+
+def report_other_code(before: Mapping[str, Any]) -> None:
+    """Logs versions that differ from those that wrote the checkpoint; earlier releases did not write all of them."""
+    for name, now in _versions().items():
+        if before.get(name) not in (None, now):
+            logger.warning("resuming with other code: %s %s, it was %s", name, now, before[name])
+
+
 # ---- going on -------------------------------------------------------------------------------------------------------
 
 
@@ -371,7 +383,9 @@ def _restored(
             f"{folder} holds no {GROUPS}: it was written by an earlier release, whose place in the data means nothing "
             "to this one. Start a new run from weights in Hugging Face form (ckpt.save_hf, ckpt.output_dir)"
         )
-    state = read_plain(folder / CONTROLLER)
+    state = check(read_plain(folder / CONTROLLER), str(folder / CONTROLLER), {"options": MAP, **dict.fromkeys(data, TEXT)})
+    about = check(read_manifest(folder).about, str(folder / MANIFEST), {}, {"versions": MAP})
+    report_other_code(about.get("versions", {}))
     check_data(folder, state, data)
     report_changed_options(state["options"], plain_options(config))
     for name, call in groups.items():
@@ -379,7 +393,9 @@ def _restored(
             raise CheckpointError(f"{folder} holds no {name}: it was written by a run without one")
         call("load_state", timeout_s, folder=str(folder), name=name)
     store.recover_best(folder)
-    return Resumed(folder, step_of(folder), state, safetensors.numpy.load_file(folder / GROUPS))
+    with reading(folder / GROUPS, "as safetensors"):
+        arrays = safetensors.numpy.load_file(folder / GROUPS)
+    return Resumed(folder, step_of(folder), state, arrays)
 
 
 def find_good(store: CheckpointStore, call: Call, timeout_s: float, *, fallback: bool) -> Path:

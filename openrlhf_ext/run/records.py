@@ -25,7 +25,7 @@ from openrlhf_ext.reporting import (
     read_metrics,
     write_figure,
 )
-from openrlhf_ext.reporting.progress import COLUMNS, PANELS, SUPERVISED, SUPERVISED_PANELS, Panel
+from openrlhf_ext.reporting.progress import COLUMNS, PANELS, SUPERVISED, SUPERVISED_PANELS, Panel, lost_outputs
 from openrlhf_ext.run.checkpoints import checkpoint_store
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ class Recorder:
         """Writes and shows the record of one step, and returns it."""
         written = self.writer.write(step, record)
         self.progress.show(step, record)
+        for lost in lost_outputs():
+            self.events.note("output_lost", why=lost)
         self.draw()
         return written
 
