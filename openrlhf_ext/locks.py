@@ -68,7 +68,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, take_over: bool, remedy: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # completions and prompts are the user's
         self._folder, self._remedy = folder, remedy
         self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:

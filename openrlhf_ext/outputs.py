@@ -25,8 +25,8 @@ def require_in_place(descriptor: int, path: Path) -> None:
         if error.errno not in _NO_SUCH_NAME:  # a network's hiccup: nobody has taken the name away
             return
     raise FileDisplaced(
-        f"{path} is not the file that this process has opened: it, or the folder {path.parent}, was removed, renamed or "
-        "replaced meanwhile, and somebody else may work there. Nothing more is written. Begin again in another folder; "
+        f"{path} is not the file that this process has opened: it, or the folder {path.parent}, was removed, renamed "
+        "or replaced meanwhile, and somebody else may work there. Nothing more is written. Begin again in another folder; "
         "of a run whose folder was renamed only, rename it back and add --ckpt.load_enable"
     )
 

@@ -79,7 +79,11 @@ def code_version() -> str:
     except (OSError, subprocess.TimeoutExpired) as error:  # no git here: the version has to do
         logger.debug("the commit is not known: %s", error)
         return openrlhf_ext.__version__
-    return f"{openrlhf_ext.__version__}, commit {done.stdout.strip()}" if done.returncode == 0 else openrlhf_ext.__version__
+    return (
+        f"{openrlhf_ext.__version__}, commit {done.stdout.strip()}"
+        if done.returncode == 0
+        else openrlhf_ext.__version__
+    )
 
 
 def machine() -> dict[str, Any]:

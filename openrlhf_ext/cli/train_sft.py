@@ -37,7 +37,7 @@ _LOOK_S = 0.1
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0; 1 if the run failed; 2 if the configuration is wrong; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
+    """0; 1 = failed; 2 if the configuration is wrong; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
     words = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -228,7 +229,9 @@ class RaySession:
         failures = {name: answer for name, answer in answers.items() if isinstance(answer, Exception)}
         if failures:
             described = "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in failures.items())
-            raise TimeoutError(f"nodes did not say within {round(timeout_s, 1):g} s whether they have GPUs: {described}")
+            raise TimeoutError(
+                f"nodes did not say within {round(timeout_s, 1):g} s whether they have GPUs: {described}"
+            )
         with_gpus = [name for name, count in answers.items() if count]
         if 0 < len(with_gpus) < len(answers):
             without = [name for name, count in answers.items() if not count]
@@ -316,7 +319,7 @@ class RaySession:
         if dead:
             lines.append("dead processes: " + ", ".join(dead))
         with ThreadPoolExecutor(max_workers=16) as pool:  # a node may have gone with all of its processes
-            tails = list(pool.map(_last_output, dead.values()))
+            tails = list(pool.map(partial(ask_about, question=ray_log_tail), dead.values()))
         lines += [f"--- last output of {name}\n{tail}" for name, tail in zip(dead, tails, strict=True) if tail]
         return "\n".join(lines)
 
@@ -403,13 +406,13 @@ def _alive(process: Mapping[str, Any]) -> bool:
         return False
 
 
-def _last_output(process: Mapping[str, Any]) -> str:
-    """The end of the log of a process that has died; on another machine a task on its node reads it."""
+def ask_about(process: Mapping[str, Any], question: Callable[[int], str]) -> str:
+    """What ``question`` says of the id of a process, asked on its machine: on another one by a task on its node."""
     if process["machine"] == machine_id():
-        return ray_log_tail(process["pid"])
+        return question(process["pid"])
     there = NodeAffinitySchedulingStrategy(process["node"], soft=False)
     try:
-        reading = ray.remote(num_cpus=0, max_retries=0)(ray_log_tail).options(scheduling_strategy=there)
+        reading = ray.remote(num_cpus=0, max_retries=0)(question).options(scheduling_strategy=there)
         return ray.get(reading.remote(process["pid"]), timeout=_READ_S)
     except (RayError, TimeoutError) as error:
         pattern = f"worker-*-{process['pid']}.err"

@@ -3,7 +3,8 @@
 Ray ends a driver whose raylet has died, without an exception; and a call into Ray can wait without end, deaf to
 signals, while one of Ray's processes is stopped. So the driver tells its parent through a pipe until when it will have
 moved on, which processes it cannot do without, and how it ended. A driver that is late, that lost one of them, or that
-does not end after one of these signals is killed by the parent, which ends what is left of the run and says what happened.
+does not end after Ctrl-C, SIGTERM or SIGHUP is killed by the parent, which ends what is left of the run and says what
+happened.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ class Guard:
 def run(config: RunConfig, train: Train) -> int:
     """Trains in a process of its own, and again after a failure, ``train.max_restarts`` times at most. Returns the
     driver's exit code: 0, 1 = failed, 2 = wrong configuration, 130 = Ctrl-C, 143 = SIGTERM, 129 = SIGHUP; 128 + n if it
-    was killed by signal n (137 also if Ray or this process had to end it). Raises ConfigError: another run has a folder of this
-    one."""
+    was killed by signal n (137 also if Ray or this process had to end it). Raises ConfigError: another run has a folder
+    of this one."""
     began = time.monotonic()
     _adopt_orphans(True)
     parent = _Parent(config, train)

@@ -85,8 +85,8 @@ LayOut = Callable[[RunConfig], RunConfig]
 
 def run(config: RunConfig, guard: Guard, restart: int = 0, lay_out: LayOut | None = None) -> int:
     """One attempt to train until the prompts are used up; ``restart`` counts the earlier ones. Returns 0, 1 = failed,
-    130 = Ctrl-C, 143 = SIGTERM, 129 = SIGHUP. Raises ConfigError: a model that was downloaded does not fit the options, or a file
-    of the user's own cannot be used."""
+    130 = Ctrl-C, 143 = SIGTERM, 129 = SIGHUP. Raises ConfigError: a model that was downloaded does not fit the options,
+    or a file of the user's own cannot be used."""
     guard.expect(math.inf, "downloading models")
     config = with_local_model(config, lay_out)
     guard.expect(config.vllm.start_timeout_s, "looking for the data, then starting Ray (vllm.start_timeout_s)")

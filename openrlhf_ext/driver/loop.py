@@ -250,8 +250,8 @@ class TrainingLoop:
             logger.info("seconds of the profiled steps by kind of work (traces: profile/):\n%s", table)
 
     def save_before_the_end(self) -> None:
-        """After SIGTERM or SIGHUP: a checkpoint of the last finished step, as far as ``ckpt.grace_s`` is long enough. Not of a
-        step that is half done, and not after Ctrl-C: who is there can say when it is time."""
+        """After SIGTERM or SIGHUP: a checkpoint of the last finished step, as far as ``ckpt.grace_s`` is long enough.
+        Not of a step that is half done, and not after Ctrl-C: who is there can say when it is time."""
         self.guard.ignore_signals()
         grace_s, number = self.config.ckpt.grace_s, self.guard.received
         if number in (None, signal.SIGINT) or not grace_s or self.checkpointer is None:

@@ -107,8 +107,14 @@ def start_guide_engines(config: RunConfig, use_gpu: bool, deadline: Deadline) ->
 
 
 def _create_engines(
-    config: RunConfig, use_gpu: bool, places: EnginePlaces | None, model_path: str, count: int, seed: int,
-    tells_entropies: bool = False, adapter: tuple[int, tuple[str, ...]] | None = None,
+    config: RunConfig,
+    use_gpu: bool,
+    places: EnginePlaces | None,
+    model_path: str,
+    count: int,
+    seed: int,
+    tells_entropies: bool = False,
+    adapter: tuple[int, tuple[str, ...]] | None = None,
 ) -> EngineFleet:
     from openrlhf_ext.rollout.launch import create_rollout_engines
 

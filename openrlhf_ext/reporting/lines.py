@@ -229,8 +229,8 @@ EVENTS = {
     "failure": "the run failed: `error` is the whole text that the terminal has, `traceback` has every "
     "frame of the driver",
     "restart": "it begins again from the last checkpoint: `number` of at most `most`",
-    "interrupted": "the `signal` that ended the run, SIGINT (Ctrl-C), SIGTERM or SIGHUP; the newest `checkpoint`, or `why` "
-    "the driver could not say it",
+    "interrupted": "the `signal` that ended the run, SIGINT (Ctrl-C), SIGTERM or SIGHUP; the newest `checkpoint`, or "
+    "`why` the driver could not say it",
     "end": "the final checkpoint is in `path`; `results`: of the first and the last step and evaluation",
 }
 """Kinds of events and their facts; docs/report.md shows this table."""

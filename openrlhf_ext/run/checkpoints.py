@@ -320,7 +320,10 @@ def report_changed_options(before: Mapping[str, str], now: Mapping[str, str]) ->
 
 def _versions() -> dict[str, str]:
     """Of what decides the numbers of a run."""
-    return {"openrlhf_ext": code_version(), **{name: version(name) for name in ("torch", "megatron-core", "safetensors")}}
+    return {
+        "openrlhf_ext": code_version(),
+        **{name: version(name) for name in ("torch", "megatron-core", "safetensors")},
+    }
 
 
 def report_other_code(before: Mapping[str, Any]) -> None:
@@ -383,7 +386,9 @@ def _restored(
             f"{folder} holds no {GROUPS}: it was written by an earlier release, whose place in the data means nothing "
             "to this one. Start a new run from weights in Hugging Face form (ckpt.save_hf, ckpt.output_dir)"
         )
-    state = check(read_plain(folder / CONTROLLER), str(folder / CONTROLLER), {"options": MAP, **dict.fromkeys(data, TEXT)})
+    state = check(
+        read_plain(folder / CONTROLLER), str(folder / CONTROLLER), {"options": MAP, **dict.fromkeys(data, TEXT)}
+    )
     about = check(read_manifest(folder).about, str(folder / MANIFEST), {}, {"versions": MAP})
     report_other_code(about.get("versions", {}))
     check_data(folder, state, data)

@@ -161,5 +161,9 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, handlers=[TerminalHandler()])
     logging.getLogger("openrlhf_ext").setLevel(logging.INFO)
     logger = {"metrics_path": "metrics.jsonl"}
-    given = RunConfig(logger=logger, train={"max_restarts": int(case in ("stuck", "loses_its_folder"))}, ckpt={"path": "ckpt", "grace_s": 1})
+    given = RunConfig(
+        logger=logger,
+        train={"max_restarts": int(case in ("stuck", "loses_its_folder"))},
+        ckpt={"path": "ckpt", "grace_s": 1},
+    )
     sys.exit(guard.run(given, globals()[case]))
