@@ -21,7 +21,6 @@ from openrlhf_ext.config.upstream import EARLIER_DEFAULTS, STANDS_FOR, is_earlie
 from openrlhf_ext.inputs import InputError, read_text, shown
 from openrlhf_ext.megatron.layout import PIPELINE_ENDS
 from openrlhf_ext.options import (
-    SHOWN_PROBLEMS,
     ConfigError,
     Fault,
     Option,
@@ -39,6 +38,7 @@ from openrlhf_ext.options.sections.sft import SupervisedCkpt
 from openrlhf_ext.options.table import Configuration, OptionTable, UsageError, from_words
 
 COMMAND_LINE = "command line"
+_SHOWN_UNKNOWN = 20  # options; a file of another program has thousands, and to guess what was meant takes time
 C = TypeVar("C", bound=Configuration)
 
 
@@ -272,12 +272,11 @@ def flattened(name: str, value: Any, origin: str) -> Iterator[Setting]:
         yield from flattened(f"{name}.{key}", inner, origin)
 
 
-def unknown_option(setting: Setting, table: OptionTable, guess: bool = True) -> Violation:
-    """``guess``: say which option may have been meant, which takes milliseconds."""
+def unknown_option(setting: Setting, table: OptionTable) -> Violation:
     if table.is_section(setting.name):
         message = f"{setting.name} is a group of options: give one of {setting.name}.* ({setting.origin})"
         return Violation((setting.name,), message)
-    nearest = table.nearest(setting.name) if guess else None
+    nearest = table.nearest(setting.name)
     hint = f"did you mean {nearest}?" if nearest else "--help lists all options"
     options = (setting.name,) if nearest is None else (setting.name, nearest)
     return Violation(options, f"unknown option {setting.name} ({setting.origin}); {hint}")
@@ -421,17 +420,23 @@ def _todays(draft: Draft, settings: Sequence[Setting]) -> Iterator[Setting]:
 
 def collect(draft: Draft, settings: Iterable[Setting]) -> None:
     """Known settings into ``draft``. The last value wins, also over values above and below its name in open maps."""
-    unknown = 0
+    unknown: list[Setting] = []
     for setting in settings:
         option = draft.table.find(setting.name)
         if option is None or (option.arity == "open" and option.name == setting.name):
-            unknown += 1
-            draft.reject(unknown_option(setting, draft.table, guess=unknown <= SHOWN_PROBLEMS))
+            unknown.append(setting)
             continue
         for name in [other for other in draft.values if _overlap(other, setting.name)]:
             del draft.values[name], draft.origins[name]
         draft.values[setting.name] = setting.value
         draft.origins[setting.name] = setting.origin
+    for setting in unknown[:_SHOWN_UNKNOWN]:
+        draft.reject(unknown_option(setting, draft.table))
+    if more := unknown[_SHOWN_UNKNOWN:]:
+        said = (
+            f"and {len(more)} more unknown options, the last one {more[-1].name} ({more[-1].origin}): is it the file?"
+        )
+        draft.reject(Violation(tuple(setting.name for setting in more), said))
 
 
 def _overlap(one: str, other: str) -> bool:

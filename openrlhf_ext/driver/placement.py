@@ -120,7 +120,8 @@ def reserve(count: int, timeout_s: float, what: str, *, shared: bool = False) ->
         free = {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
         raise PlacementError(
             f"{what} need {count} bundles of 1 GPU and 1 CPU, which Ray could not place within "
-            f"{round(timeout_s, 1):g} s; the cluster has {total}, free are {free}: wait for other jobs to end, or use fewer ranks or engines"
+            f"{round(timeout_s, 1):g} s; the cluster has {total}, free are {free}: wait for other jobs to end, or use "
+            "fewer ranks or engines"
         ) from error
     return Reservation(group, _nodes_of(group, count), until, shared)
 

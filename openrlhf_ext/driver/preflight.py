@@ -285,8 +285,8 @@ def machine_violations() -> Iterator[Violation]:
     free = shutil.disk_usage(_SHARED).free >> 20 if os.path.isdir(_SHARED) else _SHARED_MIB
     if free < _SHARED_MIB:
         yield Violation(
-            (), f"{_SHARED} must have {_SHARED_MIB} MiB free for what processes share, {free} MiB are: remove what ended "
-            f"programs left there, or make it larger (mount -o remount,size=8g {_SHARED}; a container's --shm-size 8g)"
+            (), f"{_SHARED} must have {_SHARED_MIB} MiB free for what processes share, {free} MiB are: remove what "
+            f"ended programs left, or make it larger (mount -o remount,size=8g {_SHARED}; a container's --shm-size 8g)"
         )  # fmt: skip
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _OPEN_FILES:

@@ -42,10 +42,6 @@ class Violation:
     message: str
 
 
-SHOWN_PROBLEMS = 50
-"""Of a configuration; a file of another program has thousands."""
-
-
 class ConfigError(ValueError):
     """A configuration that cannot run: a line for each violation, without passwords of addresses. A text is a violation
     that is filed under no option."""
@@ -54,9 +50,7 @@ class ConfigError(ValueError):
         self.violations = tuple(Violation((), entry) if isinstance(entry, str) else entry for entry in violations)
         count = len(self.violations)
         head = f"{count} problem{'s' if count != 1 else ''} in the configuration:"
-        shown = [f"- {violation.message}" for violation in self.violations[:SHOWN_PROBLEMS]]
-        more = [f"- and {count - len(shown)} more: is it the right file?"] if count > len(shown) else []
-        super().__init__(redact("\n".join([head, *shown, *more])))
+        super().__init__(redact("\n".join([head, *(f"- {violation.message}" for violation in self.violations)])))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Violation, ...]]]:
         return type(self), (self.violations,)

@@ -180,7 +180,7 @@ def test_a_run_that_has_lost_a_folder_fails_and_touches_nothing_of_who_is_there_
         (tmp_path / "out").mkdir(exist_ok=True)
         theirs = sorted(tmp_path.rglob("*"))
         store = checkpoint_store(run.model_copy(update={"ckpt": run.ckpt.model_copy(update={"max_num": 1})}))
-        told = rf"{tmp_path / what}.* was removed, renamed or replaced .*Begin again in another folder"
+        told = rf"{tmp_path / what}.* was removed, renamed or replaced, .*Begin again in another folder"
         acts = [Guard().check, lambda: store.begin(6), store.rotate, store.clean, lambda: store.abandon(5),
                 lambda: store.mark_best({"step": 4, "metric": "m", "value": 1.0})]  # fmt: skip
         acts += [lambda: events.note("evaluation")] if what == "out" else []
