@@ -26,8 +26,8 @@ def require_in_place(descriptor: int, path: Path) -> None:
             return
     raise FileDisplaced(
         f"{path} is not the file that this process has opened: it, or the folder {path.parent}, was removed, renamed "
-        "or replaced, and somebody else may work there. Nothing more is written. Begin again in another folder; if it was "
-        "only renamed, rename it back and add --ckpt.load_enable"
+        "or replaced, and somebody else may work there. Nothing more is written. Begin again in another folder; if it "
+        "was only renamed, rename it back and add --ckpt.load_enable"
     )
 
 

@@ -434,7 +434,7 @@ def collect(draft: Draft, settings: Iterable[Setting]) -> None:
         draft.reject(unknown_option(setting, draft.table))
     if more := unknown[_SHOWN_UNKNOWN:]:
         said = (
-            f"and {len(more)} more unknown options, the last one {more[-1].name} ({more[-1].origin}): is it the file?"
+            f"and {len(more)} more unknown options, the last one {more[-1].name} ({more[-1].origin}): the right file?"
         )
         draft.reject(Violation(tuple(setting.name for setting in more), said))
 
