@@ -163,7 +163,7 @@ def _one(kind: str, name: str | None, known: Mapping[str, Any]) -> Any:
     meant = [
         other
         for other, what in known.items()
-        if name and (other.startswith(name) or name in getattr(what, "title", ""))
+        if name and (other.startswith(name) or isinstance(what, Paper) and name in what.title)
     ]
     meant = meant or [near for near in [nearest(name or "", list(known))] if near]
     hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
