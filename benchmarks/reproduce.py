@@ -160,8 +160,13 @@ def read_papers() -> dict[str, Paper]:
 def _one(kind: str, name: str | None, known: Mapping[str, Any]) -> Any:
     if name is not None and name in known:
         return known[name]
-    near = nearest(name or "", list(known))
-    hint = f"; did you mean {near}?" if near else ""
+    meant = [
+        other
+        for other, what in known.items()
+        if name and (other.startswith(name) or isinstance(what, Paper) and name in what.title)
+    ]
+    meant = meant or [near for near in [nearest(name or "", list(known))] if near]
+    hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
     raise ReproduceError(f"{kind} must be one of {', '.join(known)}, got {name}{hint}")
 
 

@@ -97,6 +97,11 @@ FILE_NAME = Kind(
     lambda v: isinstance(v, str) and 0 < len(v.encode()) < 256 and v not in (".", "..") and not set(v) & set("/\\\0"),
 )
 
+INNER_PATH = Kind(
+    "the path of a file inside of the folder, with forward slashes",
+    lambda v: isinstance(v, str) and len(v) < 4096 and all(map(FILE_NAME.holds, v.split("/"))),
+)
+
 
 def list_of(kind: Kind) -> Kind:
     return Kind(f"a list, each entry {kind.words}", lambda v: isinstance(v, list) and all(map(kind.holds, v)))

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from openrlhf_ext.inputs import INTEGER, TEXT, InputError, check, decode
+from openrlhf_ext.outputs import FileDisplaced, require_in_place
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,9 @@ LOCK = ".lock"
 _ENDING_S = 30.0  # a holder that was killed leaves processes that hold the file until they end, too
 _LOOK_S = 0.2
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # Lustre without -o flock, NFS without lockd
+
+
+_held: list[FolderLock] = []
 
 
 class LockError(RuntimeError):
@@ -64,7 +68,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, take_over: bool, remedy: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # completions and prompts are the user's
         self._folder, self._remedy = folder, remedy
         self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -72,10 +76,16 @@ class FolderLock:
         except BaseException:
             os.close(self._file)
             raise
+        _held.append(self)
 
     def close(self) -> None:
+        _held.remove(self)
         os.ftruncate(self._file, 0)
         os.close(self._file)
+
+    def check(self) -> None:
+        """Raises FileDisplaced: the folder under this name is another one now, where others may be."""
+        require_in_place(self._file, self._folder / LOCK)
 
     def _take(self, take_over: bool) -> None:
         deadline, told = time.monotonic() + _ENDING_S, False
@@ -130,3 +140,19 @@ class FolderLock:
         except InputError as error:
             logger.warning("%s: the name of the lock's last holder is lost", error)
             return None
+
+
+def check_held() -> None:
+    """Looks at every lock that this process, or the one that it was forked from, holds: before each act that changes
+    what is in a run's folders. Raises FileDisplaced."""
+    for lock in _held:
+        lock.check()
+
+
+def displaced() -> str:
+    """What ``check_held`` raises, '' if it does not."""
+    try:
+        check_held()
+    except FileDisplaced as error:
+        return str(error)
+    return ""

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+_NO_SUCH_NAME = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+
+class FileDisplaced(OSError):
+    """A file that this process has open is not the one under its name any more; with the remedy."""
+
+
+def require_in_place(descriptor: int, path: Path) -> None:
+    """Raises FileDisplaced: what is under ``path`` is not the open file ``descriptor``, so that whatever is written
+    there is lost, or is in the folder of somebody else."""
+    try:
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            return
+    except OSError as error:
+        if error.errno not in _NO_SUCH_NAME:  # a network's hiccup: nobody has taken the name away
+            return
+    raise FileDisplaced(
+        f"{path} is not the file that this process has opened: it, or the folder {path.parent}, was removed, renamed "
+        "or replaced, and somebody else may work there. Nothing more is written. Begin again in another folder; if it "
+        "was only renamed, rename it back and add --ckpt.load_enable"
+    )
 
 
 @contextmanager

@@ -37,6 +37,11 @@ def users_part(text: str) -> str:
     return "\n".join(kept).strip("\n") if found else ""
 
 
+def users_frames(text: str) -> str:
+    """The user's frames in what ``faulthandler`` wrote of all threads, innermost first."""
+    return "\n".join(line for line in text.splitlines() if (frame := _FRAME.match(line)) and _is_users(frame["file"]))
+
+
 def told(error: BaseException) -> str:
     """What happened: the user's frames and the exception's words, or these words alone where no frame is the user's."""
     return users_part("".join(traceback.format_exception(error))) or f"{type(error).__name__}: {error}"

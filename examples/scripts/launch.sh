@@ -68,7 +68,7 @@ end_marked() {
 # --- the training command ---------------------------------------------------------------------------------------------
 
 usage() {
-    sed -n 's/^#   \(bash \)/\1/p' "$0" >&2
+    sed -n 's/^#   \(bash \|sbatch \)/\1/p' "$0" >&2
     sed -n '8,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
     echo "recipes: $(find "$ROOT/configs/recipes" -name '*.yaml' -printf '%f\n' | sed 's/\.yaml$//' | sort | paste -sd ' ')" >&2
     exit 2
@@ -92,6 +92,8 @@ check_words() {
     about=$("$python" -m openrlhf_ext.cli.train_ppo_ray "${training[@]}" --dry_run_json)
     run_folder=$("$python" -c 'import json, pathlib, sys
 print(pathlib.Path(json.load(sys.stdin)["options"]["logger.metrics_path"]).parent)' <<<"$about")
+    mkdir -p "$(dirname "$run_folder")"
+    [[ -d $run_folder ]] || mkdir -m 700 "$run_folder" # as the run would; it holds prompts
     mkdir -p "$run_folder/logs"
 }
 
@@ -184,7 +186,7 @@ check_cluster() {
 }
 
 # The training command. A status of 128 and more is a signal that killed it (137 also: Ray died under it, or it hung), 255
-# an ssh that lost its connection; 130 and 143 are Ctrl-C and SIGTERM, which somebody wanted. Other failures are the
+# an ssh that lost its connection; 129, 130 and 143 are the end of a terminal, Ctrl-C and SIGTERM. Other failures are the
 # driver's own matter (train.max_restarts).
 drive() {
     local restart=0 status resume
@@ -193,7 +195,7 @@ drive() {
         # A driver begins its events when it has moved earlier runs' checkpoints aside: those that are there now are its own.
         [[ ! $run_folder/events.jsonl -nt $run_folder/logs/started ]] || resume=(--ckpt.load_enable)
         on_head -m openrlhf_ext.cli.train_ppo_ray "${training[@]}" "${resume[@]}" || status=$?
-        ((status > 128 && status != 130 && status != 143)) || return "$status"
+        ((status > 128 && status != 129 && status != 130 && status != 143)) || return "$status"
         ((restart++ < ${DRIVER_RESTARTS:-3})) || { say "the driver was killed again (status $status)" && return "$status"; }
         say "the driver was killed (status $status): restart $restart of ${DRIVER_RESTARTS:-3} from the last checkpoint"
         if ((starts_nodes)); then check_cluster || return 1; fi

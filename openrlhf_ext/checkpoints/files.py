@@ -147,7 +147,7 @@ def read_plain(path: Path) -> Any:
         return _decode(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not a state written by this program: {error}") from error
 
 

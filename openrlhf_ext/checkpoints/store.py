@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,19 @@ from openrlhf_ext.checkpoints.files import (
     fsync_folder,
     write_file,
 )
-from openrlhf_ext.inputs import INTEGER, MAP, NUMBER, TEXT, InputError, check, list_of, map_with, read_json
+from openrlhf_ext.inputs import (
+    INNER_PATH,
+    INTEGER,
+    MAP,
+    NUMBER,
+    TEXT,
+    InputError,
+    check,
+    decode,
+    list_of,
+    map_with,
+    read_json,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +54,7 @@ _BEST_KEYS = {"step": INTEGER, "metric": TEXT, "value": NUMBER}
 _BEST_MAYBE = {"next": list_of(map_with({"step": INTEGER, "value": NUMBER}))}  # best first; earlier releases had none
 _NAME = re.compile(r"global_step(\d+)")
 _PENDING = "pending.json"
-_ENTRY_KEYS = {"path": TEXT, "size": INTEGER, "sha256": TEXT}
+_ENTRY_KEYS = {"path": INNER_PATH, "size": INTEGER, "sha256": TEXT}
 _PARTS = "written"
 
 
@@ -94,11 +106,14 @@ def write_receipt(folder: Path, part: str, entries: Iterable[FileEntry]) -> None
 class CheckpointStore:
     """The checkpoints in one folder on a file system that every node shares; one process at a time writes. ``keep``:
     checkpoints kept besides the best one. ``max_bytes``: space that resumable ones may take together; the newest one is
-    never deleted. ``visible_s``: how long files that other nodes have written may take to appear here."""
+    never deleted. ``visible_s``: how long files that other nodes have written may take to appear here; ``check_own`` is
+    called before anything is changed, and raises if the folder is somebody else's by now."""
 
     def __init__(
-        self, folder: str | Path, keep: int, max_bytes: float = float("inf"), visible_s: float = VISIBLE_S
-    ) -> None:
+        self, folder: str | Path, keep: int, max_bytes: float = float("inf"), visible_s: float = VISIBLE_S,
+        check_own: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._check_own = check_own
         self.folder, self.keep, self.max_bytes, self.visible_s = Path(folder), keep, max_bytes, visible_s
 
     def checkpoints(self) -> list[Path]:
@@ -109,6 +124,7 @@ class CheckpointStore:
         return self.folder / f"global_step{step}"
 
     def begin(self, step: int) -> Path:
+        self._check_own()
         target = self._incomplete(step)
         try:
             shutil.rmtree(target, ignore_errors=True)
@@ -120,6 +136,7 @@ class CheckpointStore:
     def commit(self, manifest: Manifest) -> Path:
         """Completes the checkpoint begun for ``manifest.step``. Raises CheckpointError: a file is not there (a rank
         wrote to other storage), or the system refused; the checkpoints made before are untouched."""
+        self._check_own()
         folder, target = self._incomplete(manifest.step), self.path_of(manifest.step)
         sizes = {entry.path: entry.size for entry in manifest.files}
         if absent := absent_files(folder, sizes, self.visible_s):
@@ -164,11 +181,11 @@ class CheckpointStore:
         folder = self._incomplete(step)
         if not (folder / _PENDING).exists():
             return None
-        noted = json.loads((folder / _PENDING).read_text(encoding="utf-8"))
+        noted = decode((folder / _PENDING).read_bytes(), str(folder / _PENDING))
         receipts = [folder / _PARTS / f"{part}.json" for part in noted["parts"]]
         if not all(receipt.exists() for receipt in receipts):
             return None
-        written = [entry for receipt in receipts for entry in json.loads(receipt.read_text(encoding="utf-8"))]
+        written = [entry for receipt in receipts for entry in decode(receipt.read_bytes(), str(receipt))]
         files = tuple(FileEntry(**entry) for entry in (*noted["files"], *written))
         manifest = Manifest(step, files, noted["about"])
         path = self.commit(manifest)
@@ -177,10 +194,12 @@ class CheckpointStore:
         return manifest
 
     def abandon(self, step: int) -> None:
+        self._check_own()
         shutil.rmtree(self._incomplete(step), ignore_errors=True)
 
     def clean(self) -> None:
         """Completes what the ranks of a run that was stopped had fully written, and removes what is half-written."""
+        self._check_own()
         for left in [*self.folder.glob(f"global_step*{_INCOMPLETE}")]:
             if self._completed(left):
                 continue
@@ -199,6 +218,7 @@ class CheckpointStore:
 
     def rotate(self) -> None:
         """Deletes the oldest checkpoints beyond ``keep`` and ``max_bytes``, never the best; likewise the HF ones."""
+        self._check_own()
         protected = {step for step, _ in best_of(self.best())}
         complete = [p for p in self.checkpoints() if step_of(p) not in protected]
         hf = [p for p in self.folder.glob("global_step*_hf") if _NAME.match(p.name) and step_of(p) not in protected]
@@ -210,6 +230,7 @@ class CheckpointStore:
 
     def mark_best(self, content: Mapping[str, Any]) -> None:
         """``content``: what :func:`best_content` makes, or :meth:`best` has returned."""
+        self._check_own()
         write_file(self.folder, f"{BEST}{_INCOMPLETE}", [json.dumps(dict(content), indent=1).encode()])
         os.replace(self.folder / f"{BEST}{_INCOMPLETE}", self.folder / BEST)
         fsync_folder(self.folder)

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from openrlhf_ext.checkpoints.files import CheckpointError, FileEntry, read_plain, write_file, write_plain
+from openrlhf_ext.inputs import INNER_PATH, shown
 
 # safetensors' names of the types
 TYPE_NAMES = {
@@ -158,10 +159,16 @@ def _stored_to_plain(tensor: StoredTensor) -> dict:
 def _stored_from_plain(key: str, value: dict) -> StoredTensor:
     shape = tuple(value["shape"])
     pieces = tuple(
-        (BlockRange(Block(key, shape, tuple(offset), tuple(size)), int(start), int(end)), str(file))
+        (BlockRange(Block(key, shape, tuple(offset), tuple(size)), int(start), int(end)), _inside(file))
         for offset, size, start, end, file in value["pieces"]
     )
     return StoredTensor(str(value["dtype"]), shape, pieces)
+
+
+def _inside(file: str) -> str:
+    if not INNER_PATH.holds(file):
+        raise ValueError(f"{shown(file)} must be {INNER_PATH.words}")
+    return file
 
 
 class TensorReader:

@@ -32,7 +32,20 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status of the command that the first word names, 141 if nobody reads its output any more; 2 if there is
     no such command."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        # `| head` has read enough; Python would complain once more when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as the shell says of a command that SIGPIPE has ended
+
+
+def _run(words: list[str]) -> int:
     if not words or words in (["--help"], ["-h"], ["help"]):
         width = max(map(len, _COMMANDS))
         print("usage: openrlhf-ext COMMAND ...   (openrlhf-ext COMMAND --help says more)\n")
@@ -48,17 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"openrlhf-ext: no command {words[0]!r}; {hint}", file=sys.stderr)
         return 2
     command = importlib.import_module(f"openrlhf_ext.cli.{_COMMANDS[name][0]}")
-    try:
-        try:
-            status: int = command.main(words[1:])
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        if not _reader_has_left():
-            raise
-        # `| head` has read enough; Python would complain once more when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as the shell says of a command that SIGPIPE has ended
+    status: int = command.main(words[1:])
     return status
 
 

@@ -1,14 +1,18 @@
 """``openrlhf-ext train_sft --config FILE.yaml [--section.name value ...]``: supervised fine-tuning.
 
-On one machine the command starts its ranks itself, by torchrun where there are several, without Ray. On several nodes a
-launcher starts it once for every rank: ``torchrun --nnodes 4 --nproc_per_node 8 ... -m openrlhf_ext.cli.train_sft``.
+On one machine the command starts its ranks itself, without Ray. On several nodes a launcher starts it once for every
+rank: ``torchrun --nnodes 4 --nproc_per_node 8 ... -m openrlhf_ext.cli.train_sft``.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import signal
+import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,16 +24,20 @@ from openrlhf_ext.config.files import downloaded
 from openrlhf_ext.config.sft import SupervisedConfig, load_supervised
 from openrlhf_ext.config.show import format_options
 from openrlhf_ext.inputs import InputError
-from openrlhf_ext.reporting import TerminalHandler
+from openrlhf_ext.reporting import EventLog, TerminalHandler
 from openrlhf_ext.run.checkpoints import own_folders
+from openrlhf_ext.run.ending import INTERRUPTED, listened, report_interruption
 
 logger = logging.getLogger(__name__)
 
 _MODEL = "model.model_name_or_path"
+_LAUNCHER = "OPENRLHF_EXT_LAUNCHER"  # of a rank that this command has started: its process id
+_END_S = 30.0  # for the end of all ranks, when one has ended or was told to
+_LOOK_S = 0.1
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0; 1 if the run failed; 2 if the configuration is wrong; 143 after SIGTERM."""
+    """0; 1 = failed; 2 if the configuration is wrong; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
     words = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -43,10 +51,14 @@ def main(argv: list[str] | None = None) -> int:
         if is_first:
             print(error, file=sys.stderr)
         return 2
-    except (CheckpointError, InputError) as error:
+    except (CheckpointError, InputError, OSError) as error:
         if is_first:
             logger.error("the run failed: %s", error)
         return 1
+    except KeyboardInterrupt:
+        if is_first:
+            logger.warning("SIGINT: the run had not begun")
+        return INTERRUPTED[signal.SIGINT]
 
 
 def start(words: list[str]) -> int:
@@ -61,9 +73,7 @@ def start(words: list[str]) -> int:
     if config.dry_run:
         return dry_run(config)
     if "WORLD_SIZE" not in os.environ and config.world_size > 1:
-        with own_folders(config):  # by rank 0, too, but then torchrun's report hides what is wrong
-            pass
-        return launch(config.world_size, words)
+        return launch(config, words)
     if os.environ.get("RANK", "0") != "0":
         return run(config)
     for warning in config.warnings:
@@ -87,14 +97,61 @@ def _too_large(policy: RunConfig) -> Iterator[Violation]:
     yield from (one for one in found if not any(name.startswith("vllm.") for name in one.options))
 
 
-def launch(ranks: int, words: list[str]) -> int:
-    """Becomes torchrun, which starts this command once for every rank and ends all if one fails."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
-        "-m", "openrlhf_ext.cli.train_sft", *words,
-    ]  # fmt: skip
-    sys.stdout.flush()
-    os.execv(command[0], command)
+def launch(config: SupervisedConfig, words: list[str]) -> int:
+    """Starts this command once for every rank, hands signals on, and ends all if one fails."""
+    from openrlhf_ext.stores import open_store
+
+    with own_folders(config):  # by rank 0, too, but then each rank would say what is wrong
+        pass
+    received: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in listened()}
+    store = open_store("127.0.0.1")  # lives as long as this process
+    shared = {
+        "WORLD_SIZE": str(config.world_size), "LOCAL_WORLD_SIZE": str(config.world_size), _LAUNCHER: str(os.getpid()),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }  # fmt: skip
+    command, ranks = [sys.executable, "-m", "openrlhf_ext.cli.train_sft", *words], []
+    try:
+        for rank in map(str, range(config.world_size)):
+            ranks.append(subprocess.Popen(command, env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank}))
+        _wait(ranks, received, config.megatron.collective_timeout_s)
+    finally:
+        _kill(ranks)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    codes = [rank.returncode for rank in ranks]
+    if not any(codes):
+        return 0
+    if not received:
+        return 2 if 2 in codes else 1
+    if codes[0] < 0:  # it could not say so
+        with EventLog(Path(str(config.logger.metrics_path)).with_name("events.jsonl"), goes_on=True) as events:
+            report_interruption(config, events, received[0])
+    return 128 + received[0]
+
+
+def _wait(ranks: list[subprocess.Popen], received: list[int], save_s: float) -> None:
+    """Until all have ended, or have had the time to: after a signal (``save_s`` more for the step under way and its
+    checkpoint, but after Ctrl-C), or after one of them has failed."""
+    told, ends = 0, math.inf
+    while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < ends:
+        for number in received[told:]:
+            told += 1
+            for rank in ranks:
+                rank.send_signal(number)
+            ends = min(ends, time.monotonic() + _END_S + (0.0 if number == signal.SIGINT else save_s))
+        if any(codes) and not told and ends == math.inf:
+            ends = time.monotonic() + _END_S  # the others notice, and say who is missing
+            logger.error("rank %d has ended with status %d", *next((r, code) for r, code in enumerate(codes) if code))
+        time.sleep(_LOOK_S)
+
+
+def _kill(ranks: list[subprocess.Popen]) -> None:
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.wait()
 
 
 def _downloaded(config: SupervisedConfig) -> str | None:
@@ -107,9 +164,12 @@ def run(config: SupervisedConfig) -> int:
     """This process as a rank."""
     from openrlhf_ext.imports import without_collection
     from openrlhf_ext.patches import apply
+    from openrlhf_ext.rewards.worker import die_with
     from openrlhf_ext.stores import open_store
 
     apply()
+    if _LAUNCHER in os.environ:
+        die_with(int(os.environ[_LAUNCHER]))
     from openrlhf_ext.megatron.settings import training_environment
 
     os.environ |= training_environment(config.policy)

@@ -38,6 +38,7 @@ from openrlhf_ext.options.sections.sft import SupervisedCkpt
 from openrlhf_ext.options.table import Configuration, OptionTable, UsageError, from_words
 
 COMMAND_LINE = "command line"
+_SHOWN_UNKNOWN = 20  # options; a file of another program has thousands, and to guess what was meant takes time
 C = TypeVar("C", bound=Configuration)
 
 
@@ -384,7 +385,10 @@ def _build(
     config._sources = draft.origins
     findings = [check(config) for check in rules]
     tainted = draft.tainted | set(chosen)
-    draft.violations += [v for found in findings for v in found.violations if tainted.isdisjoint(v.options)]
+    # in the place of an estimator that is refused stands the default, whose critic nobody asked for
+    prefix = ("critic.",) if "algo.advantage.estimator" in tainted else ()
+    untainted = (v for found in findings for v in found.violations if tainted.isdisjoint(v.options))
+    draft.violations += [v for v in untainted if not any(name.startswith(prefix) for name in v.options)]
     if draft.violations:
         raise ConfigError(draft.violations)
     config._warnings = (*draft.lines, *(warning for found in findings for warning in found.warnings))
@@ -420,15 +424,23 @@ def _todays(draft: Draft, settings: Sequence[Setting]) -> Iterator[Setting]:
 
 def collect(draft: Draft, settings: Iterable[Setting]) -> None:
     """Known settings into ``draft``. The last value wins, also over values above and below its name in open maps."""
+    unknown: list[Setting] = []
     for setting in settings:
         option = draft.table.find(setting.name)
         if option is None or (option.arity == "open" and option.name == setting.name):
-            draft.reject(unknown_option(setting, draft.table))
+            unknown.append(setting)
             continue
         for name in [other for other in draft.values if _overlap(other, setting.name)]:
             del draft.values[name], draft.origins[name]
         draft.values[setting.name] = setting.value
         draft.origins[setting.name] = setting.origin
+    for setting in unknown[:_SHOWN_UNKNOWN]:
+        draft.reject(unknown_option(setting, draft.table))
+    if more := unknown[_SHOWN_UNKNOWN:]:
+        said = (
+            f"and {len(more)} more unknown options, the last one {more[-1].name} ({more[-1].origin}): the right file?"
+        )
+        draft.reject(Violation(tuple(setting.name for setting in more), said))
 
 
 def _overlap(one: str, other: str) -> bool:

@@ -8,14 +8,12 @@ import logging
 import math
 import re
 import shlex
-import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import openrlhf_ext
 from openrlhf_ext.checkpoints import write_file
 from openrlhf_ext.config import RunConfig, option_table
 from openrlhf_ext.config.estimator import algorithm_options
@@ -25,9 +23,11 @@ from openrlhf_ext.inputs import sha256_of
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections import HeldOutSet
 from openrlhf_ext.options.sections.evaluation import named_part
+from openrlhf_ext.patches.environment import code_version
 from openrlhf_ext.redaction import redact, redacted
 from openrlhf_ext.reporting import duration, read_metrics
 from openrlhf_ext.run.checkpoints import resumption
+from openrlhf_ext.run.ending import INTERRUPTED
 from openrlhf_ext.run.records import about
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ CARD = "README.md"
 _MARK = "openrlhf_ext"  # of the cards that are ours
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/(\w+)$")  # huggingface_hub's cache
 _DATA = ("data.prompt_dataset", "eval.dataset")
-_GIT_S = 10.0
 _HELD_OUT = {"held_out": "accuracy", "held_out_score": "mean score"}
 
 
@@ -80,7 +79,7 @@ def _mean(values: Sequence[float]) -> tuple[float, float | None]:
 def last_words(config: RunConfig, code: int, seconds: float) -> str:
     """The block of lines that ends a run's output, ``seconds`` after the command began."""
     found = results(config)
-    how = "has ended" if code == 0 else "has failed" if code not in (130, 143) else "was interrupted"
+    how = "has ended" if code == 0 else "has failed" if code not in INTERRUPTED.values() else "was interrupted"
     folder = Path(str(config.logger.metrics_path)).parent
     head = f"the run {how}: {found['steps']} steps, {duration(seconds)} in this command"
     paths = [("metrics", f"{config.logger.metrics_path}   (events.jsonl, samples.jsonl beside it)")]
@@ -171,7 +170,7 @@ def _lines(config: RunConfig, name: str) -> Iterator[str]:
     yield from (f"{key}: {json.dumps(value)}" for key, value in head.items())
     yield from ("tags:", f"- {_MARK}", "- reinforcement-learning", f"- {method}", "---", "", f"# {name}", "")
     of_revision = f" (revision {revision})" if revision else ""
-    yield f"`{base}`{of_revision}, trained by reinforcement learning with {_made_by()},"
+    yield f"`{base}`{of_revision}, trained by reinforcement learning with {_MARK} {code_version()},"
     yield f"{datetime.now(UTC):%Y-%m-%d}. Written by the run itself; change it as you like."
     yield from ("", "## Numbers", "", *_card_numbers(config))
     yield from ("", "## Method", "", f"Estimator `{method}` (algo.advantage.estimator), with these options:", "")
@@ -189,21 +188,6 @@ def _base(path: str) -> tuple[str, str]:
     if match := _SNAPSHOT.search(path):
         return f"{match[1]}/{match[2]}", match[3]
     return Path(path).name, ""
-
-
-def _made_by() -> str:
-    """The package's version, and the commit of its checkout where it runs from one."""
-    checkout = Path(openrlhf_ext.__file__).parents[1]
-    command = ["git", "-C", str(checkout), "rev-parse", "--short=12", "HEAD"]
-    made_by = f"openrlhf_ext {openrlhf_ext.__version__}"
-    if not (checkout / ".git").exists():  # installed, perhaps inside of somebody else's repository
-        return made_by
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:  # no git here: the version has to do
-        logger.debug("the commit is not known: %s", error)
-        return made_by
-    return f"{made_by}, commit {done.stdout.strip()}" if done.returncode == 0 else made_by
 
 
 def _card_numbers(config: RunConfig) -> Iterator[str]:

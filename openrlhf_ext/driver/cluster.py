@@ -5,15 +5,18 @@ itself hangs or dies, the driver's parent ends what is left (``guard``)."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
+import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -30,15 +33,18 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from ray.exceptions import AuthenticationError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from openrlhf_ext.driver.guard import END_S, INTERRUPTED, Guard, end_processes
+from openrlhf_ext.driver.guard import END_S, Guard, end_processes
 from openrlhf_ext.megatron.watchdog import Address, RankState, ask_rank, describe_ranks
 from openrlhf_ext.rewards.grading import RewardError, RewardFailureLimit
 from openrlhf_ext.rollout.process import machine_id, ray_log_tail
+from openrlhf_ext.run.ending import INTERRUPTED
 from openrlhf_ext.user_code import told, users_part
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+_TOKENS = "ray_token_"  # folders in TMPDIR
+_FRESH_S = 60.0
 _TOKEN_FILE = "RAY_AUTH_TOKEN_PATH"
 _TOKEN = "RAY_AUTH_TOKEN"  # counts more than the file
 _MODE = "RAY_AUTH_MODE"
@@ -58,15 +64,27 @@ def private_ray(counted_gpus: int | None) -> Iterator[None]:
     # No device has this number. Ray takes the k-th entry for its k-th GPU (ray 2.55 worker.py:1126), so an empty list
     # would be an IndexError, and no list this machine's GPUs.
     devices = {} if counted_gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(["-1"] * counted_gpus)}
-    with tempfile.TemporaryDirectory(prefix="ray_token_") as folder:
-        file = Path(folder) / "token"
-        file.touch(mode=0o600)
-        file.write_text(generate_new_authentication_token())
+    _remove_left_tokens()
+    with tempfile.TemporaryDirectory(prefix=_TOKENS) as folder, open(Path(folder) / "token", "x") as token:
+        os.chmod(token.fileno(), 0o600)
+        fcntl.flock(token, fcntl.LOCK_SH)  # as long as this process lives
+        token.write(generate_new_authentication_token())
+        token.flush()
+        file = token.name
         # Ray replaces 127.0.0.1 by the address of the network's interface (ray 2.55 services.py:775), unless this
         # variable, which the name of other systems is in, says that there is no cluster (services.py:791); its servers
         # take loopback for what listens there only
-        with ray_settings({_MODE: "token", _TOKEN_FILE: str(file), _TOKEN: None, _CLUSTER: "0", **devices}):
+        with ray_settings({_MODE: "token", _TOKEN_FILE: file, _TOKEN: None, _CLUSTER: "0", **devices}):
             yield
+
+
+def _remove_left_tokens() -> None:
+    """Those of processes that were killed; one that was just made may not be locked yet."""
+    for token in Path(tempfile.gettempdir()).glob(f"{_TOKENS}*/token"):
+        with contextlib.suppress(OSError), token.open() as file:  # somebody else's, or on its way out
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(file.fileno()).st_mtime > _FRESH_S:
+                shutil.rmtree(token.parent)
 
 
 @contextmanager
@@ -175,6 +193,9 @@ class RaySession:
     def __enter__(self) -> RaySession:
         """Raises RayNotStarted: it did not; what it had started has ended."""
         handlers = {number: signal.getsignal(number) for number in INTERRUPTED}
+        # Ray's processes inherit it: the end of the terminal reaches all of its group, and who saves needs them. Ray
+        # itself does so with SIGINT (ray 2.55 _private/services.py).
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
             self._start()
         except BaseException as error:
@@ -184,6 +205,7 @@ class RaySession:
             raise RayNotStarted(f"Ray did not start: {type(error).__name__}: {error}") from error
         for number, handler in handlers.items():
             signal.signal(number, handler)  # Ray puts its own in the place of SIGTERM's (ray 2.55 _private/node.py:531)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         self.remember_children()
         self.guard.watch(*_ray_processes())
         return self
@@ -207,7 +229,9 @@ class RaySession:
         failures = {name: answer for name, answer in answers.items() if isinstance(answer, Exception)}
         if failures:
             described = "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in failures.items())
-            raise TimeoutError(f"nodes did not say within {timeout_s:g} s whether they have GPUs: {described}")
+            raise TimeoutError(
+                f"nodes did not say within {round(timeout_s, 1):g} s whether they have GPUs: {described}"
+            )
         with_gpus = [name for name, count in answers.items() if count]
         if 0 < len(with_gpus) < len(answers):
             without = [name for name, count in answers.items() if not count]
@@ -295,7 +319,7 @@ class RaySession:
         if dead:
             lines.append("dead processes: " + ", ".join(dead))
         with ThreadPoolExecutor(max_workers=16) as pool:  # a node may have gone with all of its processes
-            tails = list(pool.map(_last_output, dead.values()))
+            tails = list(pool.map(partial(ask_about, question=ray_log_tail), dead.values()))
         lines += [f"--- last output of {name}\n{tail}" for name, tail in zip(dead, tails, strict=True) if tail]
         return "\n".join(lines)
 
@@ -382,13 +406,13 @@ def _alive(process: Mapping[str, Any]) -> bool:
         return False
 
 
-def _last_output(process: Mapping[str, Any]) -> str:
-    """The end of the log of a process that has died; on another machine a task on its node reads it."""
+def ask_about(process: Mapping[str, Any], question: Callable[[int], str]) -> str:
+    """What ``question`` says of the id of a process, asked on its machine: on another one by a task on its node."""
     if process["machine"] == machine_id():
-        return ray_log_tail(process["pid"])
+        return question(process["pid"])
     there = NodeAffinitySchedulingStrategy(process["node"], soft=False)
     try:
-        reading = ray.remote(num_cpus=0, max_retries=0)(ray_log_tail).options(scheduling_strategy=there)
+        reading = ray.remote(num_cpus=0, max_retries=0)(question).options(scheduling_strategy=there)
         return ray.get(reading.remote(process["pid"]), timeout=_READ_S)
     except (RayError, TimeoutError) as error:
         pattern = f"worker-*-{process['pid']}.err"

@@ -20,12 +20,14 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.cluster import ask_about
 from openrlhf_ext.driver.waits import Deadline, await_ranks, call_ranks
 from openrlhf_ext.reporting import EventLog
-from openrlhf_ext.rollout.process import machine_id
+from openrlhf_ext.rollout.process import machine_id, ray_frames
 from openrlhf_ext.rollout.response import EngineDied, EngineStartError, GenerationTimeout
 from openrlhf_ext.rollout.sync.base import EnginesAtFault
 from openrlhf_ext.rollout.sync.sender import EngineCalls
+from openrlhf_ext.user_code import users_frames
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
@@ -92,6 +94,7 @@ class EngineSupervisor:
         self._policy, self._remember, self._deadline = policy, remember, deadline or Deadline()
         self._name, self._events = name, events or EventLog()
         self._processes: dict[int, list[psutil.Process]] = {}
+        self._infos: dict[int, dict[str, Any]] = {}
         self._note_processes(dict(enumerate(engines)))
 
     # ---- asking -----------------------------------------------------------------------------------------------------
@@ -118,9 +121,13 @@ class EngineSupervisor:
             call = self.call(call.index, method)
 
     def silence(self, indexes: Iterable[int]) -> EngineHangs:
-        """The fault of engines that do not answer."""
+        """The fault of engines that do not answer, with the lines of the user's code that one of them is in."""
+        silent = sorted(indexes)
+        frames = (users_frames(ask_about(self._infos[index], ray_frames)) for index in silent if index in self._infos)
+        blocked = next(filter(None, frames), "")
+        where = f", in code that blocks the engine (await, or give it a thread):\n{blocked}" if blocked else ""
         return EngineHangs(
-            f"{self._name}s {sorted(indexes)} did not answer within {self.config.vllm.hang_timeout_s:g} s: they hang"
+            f"{self._name}s {silent} did not answer within {self.config.vllm.hang_timeout_s:g} s: they hang{where}"
         )
 
     def end_engines(self) -> None:
@@ -220,7 +227,7 @@ class EngineSupervisor:
         questions = [engine.process_info.remote() for engine in engines.values()]
         for index, info in zip(engines, ray.get(questions, timeout=self.config.vllm.hang_timeout_s), strict=True):
             self._remember(f"{self._name} {index}", info)
-            self._processes[index] = []
+            self._processes[index], self._infos[index] = [], info
             if info["machine"] == machine_id():
                 for pid in (info["pid"], *info["children"]):
                     with suppress(psutil.NoSuchProcess):

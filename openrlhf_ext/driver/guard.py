@@ -3,7 +3,8 @@
 Ray ends a driver whose raylet has died, without an exception; and a call into Ray can wait without end, deaf to
 signals, while one of Ray's processes is stopped. So the driver tells its parent through a pipe until when it will have
 moved on, which processes it cannot do without, and how it ended. A driver that is late, that lost one of them, or that
-does not end after Ctrl-C or SIGTERM is killed by the parent, which ends what is left of the run and says what happened.
+does not end after Ctrl-C, SIGTERM or SIGHUP is killed by the parent, which ends what is left of the run and says what
+happened.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ import psutil
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.about import last_words
+from openrlhf_ext.locks import check_held, displaced
 from openrlhf_ext.reporting import EventLog, RunStatus
 from openrlhf_ext.rewards.worker import die_with
 from openrlhf_ext.run.checkpoints import own_folders, resumption
+from openrlhf_ext.run.ending import INTERRUPTED, listened
 
 logger = logging.getLogger(__name__)
-
-INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
-"""The signals that end a run, and its exit code then."""
 
 _SIGNALS = {code: number for number, code in INTERRUPTED.items()}
 
@@ -48,6 +48,7 @@ _STOPPED_S = 20.0  # Ray's own health check gives a raylet 15 s
 _LOOK_S = 0.2
 _PROGRESS_S = 1.0
 _GRACE_S = 5.0
+_DRIVER = "the driver"
 _FRAMES = 12
 _PR_SET_CHILD_SUBREAPER = 36
 _FINAL = (0, 2, *INTERRUPTED.values())  # exit codes after which nothing is tried again
@@ -57,7 +58,7 @@ Train = Callable[[RunConfig, "Guard", int], int]
 
 
 class Guard:
-    """What the driver tells its parent, and the signals that the driver gets: Ctrl-C and SIGTERM raise
+    """What the driver tells its parent, and the signals that the driver gets: Ctrl-C, SIGTERM and SIGHUP raise
     KeyboardInterrupt where the driver is; only the first counts, ``received`` on the monotonic clock at
     ``received_at``. With ``pipe`` None nobody is told."""
 
@@ -65,7 +66,7 @@ class Guard:
         self._pipe = pipe
         self._held_s: float | None = None
         self._pending = False
-        self._told_at = -math.inf
+        self._told_at = self._looked_at = -math.inf
         self.received: signal.Signals | None = None
         self.received_at = math.inf
         self.events = EventLog()
@@ -107,7 +108,7 @@ class Guard:
 
     def listen(self) -> None:
         """From now on the signals come here."""
-        for number in INTERRUPTED:
+        for number in listened():
             signal.signal(number, self._receive)
         signal.signal(signal.SIGALRM, self._give_up)
 
@@ -115,7 +116,7 @@ class Guard:
         if self.received is not None:
             return
         self.received, self.received_at, self._pending = signal.Signals(number), time.monotonic(), True
-        if self._held_s is not None and number == signal.SIGTERM:
+        if self._held_s is not None and number != signal.SIGINT:
             signal.setitimer(signal.ITIMER_REAL, max(self._held_s, 1e-6))
             return
         raise KeyboardInterrupt
@@ -125,12 +126,16 @@ class Guard:
         raise KeyboardInterrupt
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if one is due: Python drops what a handler raises inside of a finalizer."""
+        """Raises KeyboardInterrupt if one is due: Python drops what a handler raises inside of a finalizer. Raises
+        FileDisplaced: a folder of the run is somebody else's by now; looked at once a second."""
         if self._pending and (self._held_s is None or self.received == signal.SIGINT):
             raise KeyboardInterrupt
+        if time.monotonic() - self._looked_at >= _PROGRESS_S:
+            self._looked_at = time.monotonic()
+            check_held()
 
     def hold(self, seconds: float) -> None:
-        """From here to ``release`` SIGTERM waits, ``seconds`` at most after it came."""
+        """From here to ``release`` SIGTERM and SIGHUP wait, ``seconds`` at most after they came."""
         self._held_s = seconds
 
     def release(self) -> None:
@@ -152,17 +157,17 @@ class Guard:
 
 def run(config: RunConfig, train: Train) -> int:
     """Trains in a process of its own, and again after a failure, ``train.max_restarts`` times at most. Returns the
-    driver's exit code: 0, 1 = failed, 2 = wrong configuration, 130 = Ctrl-C, 143 = SIGTERM; 128 + n if it was killed
-    by signal n (137 also if Ray or this process had to end it). Raises ConfigError: another run has a folder of this
-    one."""
+    driver's exit code: 0, 1 = failed, 2 = wrong configuration, 130 = Ctrl-C, 143 = SIGTERM, 129 = SIGHUP; 128 + n if it
+    was killed by signal n (137 also if Ray or this process had to end it). Raises ConfigError: another run has a folder
+    of this one."""
     began = time.monotonic()
     _adopt_orphans(True)
     parent = _Parent(config, train)
-    handlers = {number: signal.signal(number, parent.forward) for number in INTERRUPTED}
+    handlers = {number: signal.signal(number, parent.forward) for number in listened()}
     try:
         with own_folders(config):
             code = run_with_restarts(config, parent.attempt)
-            if code != 2:
+            if code != 2 and not displaced():
                 logger.info("%s", last_words(config, code, time.monotonic() - began))
             return code
     finally:
@@ -179,7 +184,7 @@ def run_with_restarts(config: RunConfig, attempt: Callable[[RunConfig, int], int
             logger.warning("restart %d of %d (train.max_restarts)", restart, config.train.max_restarts)
             config = config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"load_enable": True})})
         code = attempt(config, restart)
-        if code in _FINAL:
+        if code in _FINAL or displaced():
             break
     return code
 
@@ -230,6 +235,7 @@ class _Parent:
     @staticmethod
     def _note(config: RunConfig, step: int, event: str, **facts: Any) -> None:
         try:
+            check_held()
             with EventLog(Path(str(config.logger.metrics_path)).with_name("events.jsonl"), goes_on=True) as events:
                 events.step = step
                 events.note(event, **facts)
@@ -261,9 +267,10 @@ class _Driver:
 
     def interrupt(self, number: int, grace_s: float) -> None:
         """Hands a signal on, and sets the time until which the driver must have ended."""
-        seconds = END_S + (grace_s if number == signal.SIGTERM else 0.0)
+        saves = number != signal.SIGINT
+        seconds = END_S + (grace_s if saves else 0.0)
         if self._ends[0] == math.inf:
-            what = f"saving (ckpt.grace_s {grace_s:g}) and ending" if number == signal.SIGTERM else "ending"
+            what = f"saving (ckpt.grace_s {grace_s:g}) and ending" if saves else "ending"
             logger.warning("%s: %s", signal.Signals(number).name, what)
             self._ends = (time.monotonic() + seconds, f"{signal.Signals(number).name}, which came {seconds:g} s ago")
         if self.process.pid is not None and self.process.exitcode is None:
@@ -328,13 +335,14 @@ class _Driver:
     def _lost(self) -> str:
         """Which processes the run cannot do without are gone, or which is stopped, and since when."""
         now = time.monotonic()
-        states = {name: _state(process) for name, process in self._watched.items()}
+        watched = self._watched | ({} if self.process.pid is None else {_DRIVER: _found(self.process.pid)})
+        states = {name: _state(process) for name, process in watched.items()}
         # with the raylet Ray ends the driver, and the driver the GCS
-        if gone := sorted((name for name, state in states.items() if state is None), reverse=True):
+        if gone := sorted((name for name in self._watched if states[name] is None), reverse=True):
             named = " and ".join(_named(name, self._watched[name]) for name in gone)
             have = "have" if len(gone) > 1 else "has"
             return f"{named} {have} died, and the driver cannot go on without{self._see_logs()}"
-        for name, process in self._watched.items():
+        for name, process in watched.items():
             if states[name] == psutil.STATUS_STOPPED:
                 since = self._stopped.setdefault(name, now)
                 if now - since > _STOPPED_S:
@@ -415,7 +423,8 @@ def _found(pid: int) -> psutil.Process | int:
 
 
 def _named(name: str, process: psutil.Process | int) -> str:
-    return f"Ray's {name} (pid {process if isinstance(process, int) else process.pid})"
+    who = name if name == _DRIVER else f"Ray's {name}"
+    return f"{who} (pid {process if isinstance(process, int) else process.pid})"
 
 
 def _state(process: psutil.Process | int) -> str | None:

@@ -26,7 +26,7 @@ from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
 from openrlhf_ext.driver.experience import ExperienceMaker
 from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepProfiler
-from openrlhf_ext.driver.guard import INTERRUPTED, Guard
+from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.loop import TrainingLoop
 from openrlhf_ext.driver.preflight import try_user_code
 from openrlhf_ext.driver.processes import (
@@ -62,12 +62,11 @@ from openrlhf_ext.run.checkpoints import (
     Checkpointer,
     Resumed,
     check_shared_folders,
-    checkpoint_store,
     clean_up,
     restore,
-    resumption,
     write_hf,
 )
+from openrlhf_ext.run.ending import note_end, report_interruption
 from openrlhf_ext.run.records import StepRecorder
 
 if TYPE_CHECKING:
@@ -86,8 +85,8 @@ LayOut = Callable[[RunConfig], RunConfig]
 
 def run(config: RunConfig, guard: Guard, restart: int = 0, lay_out: LayOut | None = None) -> int:
     """One attempt to train until the prompts are used up; ``restart`` counts the earlier ones. Returns 0, 1 = failed,
-    130 = Ctrl-C, 143 = SIGTERM. Raises ConfigError: a model that was downloaded does not fit the options, or a file
-    of the user's own cannot be used."""
+    130 = Ctrl-C, 143 = SIGTERM, 129 = SIGHUP. Raises ConfigError: a model that was downloaded does not fit the options,
+    or a file of the user's own cannot be used."""
     guard.expect(math.inf, "downloading models")
     config = with_local_model(config, lay_out)
     guard.expect(config.vllm.start_timeout_s, "looking for the data, then starting Ray (vllm.start_timeout_s)")
@@ -124,28 +123,11 @@ def run_once(config: RunConfig, events: EventLog, guard: Guard) -> int:
             code = 1
         except KeyboardInterrupt:
             guard.ignore_signals()
-            code = report_interruption(config, events, guard)
+            code = report_interruption(config, events, guard.received or signal.SIGINT)
         guard.ended(code)
     guard.expect(config.train.step_timeout_s, "removing what is half-written")
     clean_up(config)
     return code
-
-
-def report_interruption(config: RunConfig, events: EventLog, guard: Guard) -> int:
-    """Says what the run can go on from; returns the exit code."""
-    number = guard.received or signal.SIGINT
-    logger.error("%s: %s", number.name, resumption(config))
-    newest = [str(folder) for folder in checkpoint_store(config).checkpoints()[-1:]]
-    note_end(events, "interrupted", signal=number.name, checkpoint=newest[0] if newest else None)
-    return INTERRUPTED[number]
-
-
-def note_end(events: EventLog, event: str, **facts: Any) -> None:
-    """Writes how the run ended; the disk that is full may be why it did."""
-    try:
-        events.note(event, **facts)
-    except OSError as error:
-        logger.error("events.jsonl does not say that the run ended: %s", error)
 
 
 @dataclass(frozen=True)
@@ -217,13 +199,13 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
 
             if not config.logger.verbose:
                 compat.quiet_upstream_logs()
-            places = reserve_policy_places(config)
-            session.find_gpus(config.vllm.start_timeout_s)
+            places = reserve_policy_places(config, start)
+            session.find_gpus(start.remaining)
             sync_settings(config, session.use_gpu, ())  # a transport that needs GPUs is refused before engines start
-            engines = start_engines(config, session.use_gpu, places)
-            guide_engines = start_guide_engines(config, session.use_gpu)
+            engines = start_engines(config, session.use_gpu, places, start)
+            guide_engines = start_guide_engines(config, session.use_gpu, start)
             policy = start_policy(config, places)
-            auxiliary = AuxiliaryModels.start(config, places)
+            auxiliary = AuxiliaryModels.start(config, start, places)
             with without_collection():
                 from openrlhf_ext.driver.data import load_data  # takes long: the others start meanwhile
             strategy = compat.DriverStrategy(upstream_args(config))
@@ -245,7 +227,7 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
     with start.limit(config.weight_sync.timeout_s, "comparing policy and engines", "weight_sync.timeout_s"):
         prove_start(config, policy, engines, start)
     with start.limit(config.vllm.start_timeout_s, "starting the guide's engines", "vllm.start_timeout_s"):
-        await_guide_engines(config, session, guide_engines, start)
+        await_guide_engines(session, guide_engines, start)
     with start.limit(ranks_s, "building the models beside the policy", option):
         auxiliary.initialize(config, session, steps, start)
     with start.limit(config.train.step_timeout_s, "loading the checkpoint", "train.step_timeout_s"):

@@ -8,6 +8,7 @@ where.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -90,11 +91,12 @@ def _node_order(nodes: Sequence[str], tensor_size: int, block_size: int) -> list
 @dataclass(frozen=True)
 class Reservation:
     """Bundles of one GPU and one CPU each, held by this job, with the node of each in words, by bundle index;
-    ``shared`` by several actors in a colocated run."""
+    ``shared`` by several actors in a colocated run. Their rank 0 has to start ``until`` this time of the monotonic
+    clock."""
 
     group: PlacementGroup
     nodes: tuple[str, ...]
-    timeout_s: float
+    until: float
     shared: bool = False
 
     @property
@@ -109,6 +111,7 @@ class Reservation:
 
 def reserve(count: int, timeout_s: float, what: str, *, shared: bool = False) -> Reservation:
     """Reserves ``count`` bundles on as few nodes as possible for ``what``, or raises PlacementError."""
+    until = time.monotonic() + timeout_s
     group = placement_group([{"GPU": 1, "CPU": 1} for _ in range(count)], strategy="PACK")
     try:
         ray.get(group.ready(), timeout=timeout_s)
@@ -116,10 +119,11 @@ def reserve(count: int, timeout_s: float, what: str, *, shared: bool = False) ->
         total = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
         free = {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
         raise PlacementError(
-            f"{what} need {count} bundles of 1 GPU and 1 CPU, which Ray could not place within {timeout_s:g} s; the "
-            f"cluster has {total}, free are {free}: wait for other jobs to end, or use fewer ranks or engines"
+            f"{what} need {count} bundles of 1 GPU and 1 CPU, which Ray could not place within "
+            f"{round(timeout_s, 1):g} s; the cluster has {total}, free are {free}: wait for other jobs to end, or use "
+            "fewer ranks or engines"
         ) from error
-    return Reservation(group, _nodes_of(group, count), timeout_s, shared)
+    return Reservation(group, _nodes_of(group, count), until, shared)
 
 
 def _nodes_of(group: PlacementGroup, count: int) -> tuple[str, ...]:
@@ -168,13 +172,13 @@ class RankGroup(RayActorGroup):
             self._actor_handlers += [start(rank, address, port) for rank in range(1, world_size)]
 
     def _address_of_rank_0(self) -> tuple[str, int]:
-        timeout_s, node = self.reservation.timeout_s, self.reservation.nodes[self.bundles[0]]
+        left, node = self.reservation.until - time.monotonic(), self.reservation.nodes[self.bundles[0]]
         try:
-            return ray.get(self._actor_handlers[0].get_master_addr_port.remote(), timeout=timeout_s)
+            return ray.get(self._actor_handlers[0].get_master_addr_port.remote(), timeout=max(0.0, left))
         except ray.exceptions.GetTimeoutError as error:
             name = self.ray_actor_type.__ray_metadata__.class_name
             raise PlacementError(
-                f"rank 0 of {name} on {node} did not start within {timeout_s:g} s; raise "
+                f"rank 0 of {name} on {node} did not start within the {round(left, 1):g} s that were left; raise "
                 "--vllm.start_timeout_s if this is expected to take longer"
             ) from error
 

@@ -7,6 +7,8 @@ import glob
 import logging
 import os
 import re
+import resource
+import shutil
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 COMPLETION = "0"
 """What a reward function and an agent are given as the model's words."""
+_SHARED, _SHARED_MIB = "/dev/shm", 4  # a run of one rank and one engine starts with 8 MiB and 256 open files, and does
+_OPEN_FILES = 192  # not with none and 64
 _ALGORITHM_S = 60.0
 _SLOW_S = 5.0
 _REWARD_S = 30.0  # however long a grading may take: nobody should wait longer for a trial
@@ -47,7 +51,7 @@ _Trial = Callable[[RunConfig, _First], str | None]
 def findings(config: RunConfig) -> Findings:
     """For ``load_config(more_rules=...)``: the estimator's own options, and whether the models' files can be loaded."""
     if unusable := own_algorithm_problems(config):
-        return Findings((*unusable, *checkpoint_violations(config)), ())
+        return Findings((*unusable, *checkpoint_violations(config), *machine_violations()), ())
     options = option_findings(config)
     violations = [
         *options.violations,
@@ -57,6 +61,7 @@ def findings(config: RunConfig) -> Findings:
         *old_logprob_violations(config),
         *checkpoint_violations(config),
         *guide_violations(config),
+        *machine_violations(),
     ]
     return Findings(tuple(violations), (*unread_warnings(config), *transport_warnings(config), *options.warnings))
 
@@ -270,6 +275,25 @@ def transport_warnings(config: RunConfig) -> Iterator[str]:
             f"vllm.sync_backend {config.vllm.sync_backend} needs GPUs, and this machine has none: the nodes of the run "
             "must have them; auto takes gloo where there are none"
         )
+
+
+def machine_violations() -> Iterator[Violation]:
+    """This machine has what the processes of the smallest run need, if they start here: room for semaphores, and open
+    files; libraries do not say which of them they lack."""
+    if os.environ.get("RAY_ADDRESS", "") not in ("", "local"):
+        return
+    free = shutil.disk_usage(_SHARED).free >> 20 if os.path.isdir(_SHARED) else _SHARED_MIB
+    if free < _SHARED_MIB:
+        yield Violation(
+            (), f"{_SHARED} must have {_SHARED_MIB} MiB free for what processes share, {free} MiB are: remove what "
+            f"ended programs left, or make it larger (mount -o remount,size=8g {_SHARED}; a container's --shm-size 8g)"
+        )  # fmt: skip
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < _OPEN_FILES:
+        yield Violation(
+            (), f"a process must be allowed {_OPEN_FILES} open files, with many ranks and engines more: the limit is "
+            f"{soft}; raise it (ulimit -n 4096; without an administrator up to {hard})"
+        )  # fmt: skip
 
 
 # ---- models ------------------------------------------------------------------------------------------------------

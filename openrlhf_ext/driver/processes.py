@@ -54,13 +54,11 @@ GUIDE_ENGINE = "guide engine"
 """What messages call an engine of the guide."""
 
 
-def reserve_policy_places(config: RunConfig) -> Reservation:
+def reserve_policy_places(config: RunConfig, deadline: Deadline) -> Reservation:
     """Bundles for the policy's ranks, which engines share in a colocated run."""
     from openrlhf_ext.driver.placement import reserve
 
-    return reserve(
-        config.world_size, config.vllm.start_timeout_s, "the policy's ranks", shared=config.train.colocate_all
-    )
+    return reserve(config.world_size, deadline.remaining, "the policy's ranks", shared=config.train.colocate_all)
 
 
 def tensor_block_size(config: RunConfig) -> int:
@@ -70,7 +68,7 @@ def tensor_block_size(config: RunConfig) -> int:
 
 
 def engine_places(
-    config: RunConfig, use_gpu: bool, policy_places: Reservation | None, engines: int, what: str
+    config: RunConfig, use_gpu: bool, policy_places: Reservation | None, engines: int, what: str, deadline: Deadline
 ) -> EnginePlaces | None:
     """Where engines go: on the policy's bundles in a colocated run, or GPUs of their own; None: where Ray puts them."""
     from openrlhf_ext.driver.placement import place_ranks, reserve
@@ -80,37 +78,43 @@ def engine_places(
     if policy_places is not None:
         places, block = policy_places, tensor_block_size(config)
     elif use_gpu:
-        places, block = reserve(engines * size, config.vllm.start_timeout_s, what, shared=True), size
+        places, block = reserve(engines * size, deadline.remaining, what, shared=True), size
     else:
         return None
     return EnginePlaces(places.group, place_ranks(places.nodes, tensor_size=block))
 
 
-def start_engines(config: RunConfig, use_gpu: bool, policy_places: Reservation) -> EngineFleet:
+def start_engines(config: RunConfig, use_gpu: bool, policy_places: Reservation, deadline: Deadline) -> EngineFleet:
     """The vLLM actors of the policy; they start in the background."""
     if config.vllm.enable_sleep and not use_gpu:
         logger.warning("vllm.enable_sleep: vLLM cannot give up memory on CPU; the engines only stand still")
     shared = policy_places if config.engines_share_gpus else None
-    places = engine_places(config, use_gpu, shared, config.vllm.num_engines, "the rollout engines")
+    places = engine_places(config, use_gpu, shared, config.vllm.num_engines, "the rollout engines", deadline)
     return _create_engines(
         config, use_gpu, places, policy_path(config), config.vllm.num_engines, config.train.seed,
         tells_entropies=engine_entropies(config), adapter=travelling_adapter(config),
     )  # fmt: skip
 
 
-def start_guide_engines(config: RunConfig, use_gpu: bool) -> EngineFleet | None:
+def start_guide_engines(config: RunConfig, use_gpu: bool, deadline: Deadline) -> EngineFleet | None:
     """The vLLM actors of a guide that samples, or None; their seeds go on where those of the policy's engines end."""
     if not config.guide_samples:
         return None
-    places = engine_places(config, use_gpu, None, config.guide.num_engines, "the guide's engines")
+    places = engine_places(config, use_gpu, None, config.guide.num_engines, "the guide's engines", deadline)
     path = required(config.guide.model_name_or_path, "guide.model_name_or_path")
     seed = config.train.seed + config.vllm.num_engines
     return _create_engines(config, use_gpu, places, path, config.guide.num_engines, seed)
 
 
 def _create_engines(
-    config: RunConfig, use_gpu: bool, places: EnginePlaces | None, model_path: str, count: int, seed: int,
-    tells_entropies: bool = False, adapter: tuple[int, tuple[str, ...]] | None = None,
+    config: RunConfig,
+    use_gpu: bool,
+    places: EnginePlaces | None,
+    model_path: str,
+    count: int,
+    seed: int,
+    tells_entropies: bool = False,
+    adapter: tuple[int, tuple[str, ...]] | None = None,
 ) -> EngineFleet:
     from openrlhf_ext.rollout.launch import create_rollout_engines
 
@@ -235,7 +239,7 @@ def await_engines(
     """Waits for the rollout engines; those that give up memory sleep afterwards: the policy is about to be loaded.
     Returns the text of the probe (``rollout.probe``): the end of the run's first prompt and what the model itself
     says after it."""
-    _await_engines(config, session, engines, deadline, "rollout engine")
+    _await_engines(session, engines, deadline, "rollout engine")
     begin = prompt[-(config.probe_length // 2) :]
     asked = engines[0].continuation.remote(begin, config.probe_length - len(begin), config.train.seed)
     ((tokens, logprobs),) = deadline.get([asked])
@@ -265,18 +269,16 @@ def prove_start(config: RunConfig, policy: RankGroup, engines: EngineFleet, dead
         deadline.get([engine.sleep.remote() for engine in engines])
 
 
-def await_guide_engines(
-    config: RunConfig, session: RaySession, engines: EngineFleet | None, deadline: Deadline
-) -> None:
+def await_guide_engines(session: RaySession, engines: EngineFleet | None, deadline: Deadline) -> None:
     """Waits for the guide's engines, if there are any; their weights stay those of the disk."""
     if engines is not None:
-        _await_engines(config, session, engines, deadline, GUIDE_ENGINE)
+        _await_engines(session, engines, deadline, GUIDE_ENGINE)
 
 
-def _await_engines(config: RunConfig, session: RaySession, engines: EngineFleet, deadline: Deadline, name: str) -> None:
+def _await_engines(session: RaySession, engines: EngineFleet, deadline: Deadline, name: str) -> None:
     from openrlhf_ext.rollout.launch import wait_until_ready
 
-    wait_until_ready(engines, config.vllm.start_timeout_s, name)
+    wait_until_ready(engines, deadline.remaining, name)
     for i, info in enumerate(deadline.get([engine.process_info.remote() for engine in engines])):
         session.remember(f"{name} {i}", info)
 
@@ -302,13 +304,13 @@ class AuxiliaryModels:
     frozen: Mapping[str, RankGroup] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, config: RunConfig, policy_places: Reservation | None = None) -> AuxiliaryModels:
+    def start(cls, config: RunConfig, deadline: Deadline, policy_places: Reservation | None = None) -> AuxiliaryModels:
         """Starts the actors, which import in the background; in a colocated run critic and reward model share the
         policy's places."""
         from openrlhf_ext.driver.placement import reserve
 
         def ranks(actor: type, what: str, layout: ParallelLayout, places: Reservation | None = None) -> RankGroup:
-            own = places or reserve(layout.world_size, config.vllm.start_timeout_s, f"the {what}'s ranks")
+            own = places or reserve(layout.world_size, deadline.remaining, f"the {what}'s ranks")
             tensor = layout.tensor_parallel_size
             return _start_ranks(actor, own, layout, tensor, tensor * layout.context_parallel_size)
 
@@ -320,7 +322,7 @@ class AuxiliaryModels:
         places = policy_places if config.train.colocate_all else None
         if config.critic_shares_with_reward:
             what = "critic and reward model"
-            places = reserve(config.critic_ranks, config.vllm.start_timeout_s, what, shared=True)
+            places = reserve(config.critic_ranks, deadline.remaining, what, shared=True)
         critic = ranks(CriticActor, "critic", config.critic_layout, places) if config.has_critic else None
         of_reward = config.reward_layout
         reward = ranks(RewardActor, "reward model", of_reward, places) if config.has_reward_model else None

@@ -32,7 +32,7 @@ from openrlhf_ext.inputs import (
     map_of,
     shown,
 )
-from openrlhf_ext.outputs import in_one_piece
+from openrlhf_ext.outputs import in_one_piece, require_in_place
 from openrlhf_ext.redaction import redacted
 from openrlhf_ext.reporting.names import LABEL, NONFINITE, STEP, TIME
 
@@ -65,7 +65,8 @@ class JsonLines:
 
     def append(self, record: Record) -> None:
         """Writes one line; a line that does not fit on the disk leaves nothing behind. ValueError: a number is not
-        finite."""
+        finite; FileDisplaced: the file is not the one under its name any more."""
+        require_in_place(self._file.fileno(), self._path)
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
         before = self._file.seek(0, os.SEEK_END)
         try:
@@ -225,11 +226,12 @@ EVENTS = {
     "groups_late": "`count` groups of the step lagged by more than `train.max_staleness`, and were trained",
     "slow_rank": "policy `rank` on `host` holds the others up: `seconds` of its own, `over_mean` times the mean",
     "profile": "a rank's step was profiled: `rank`, `seconds` by kind, and `trace`, the file on `host`",
+    "output_lost": "what the run shows cannot be written any more, to standard output or error: `why`; it goes on",
     "failure": "the run failed: `error` is the whole text that the terminal has, `traceback` has every "
     "frame of the driver",
     "restart": "it begins again from the last checkpoint: `number` of at most `most`",
-    "interrupted": "the `signal` that ended the run, SIGINT (Ctrl-C) or SIGTERM; the newest `checkpoint`, or `why` "
-    "the driver could not say it",
+    "interrupted": "the `signal` that ended the run, SIGINT (Ctrl-C), SIGTERM or SIGHUP; the newest `checkpoint`, or "
+    "`why` the driver could not say it",
     "end": "the final checkpoint is in `path`; `results`: of the first and the last step and evaluation",
 }
 """Kinds of events and their facts; docs/report.md shows this table."""

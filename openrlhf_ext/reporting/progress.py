@@ -102,11 +102,36 @@ class ProgressLine:
 
 
 def _write_line(line: str) -> None:
-    sys.stdout.write(f"{line_start(sys.stdout)}{line}\n")  # in one piece: the other process may write in between
-    sys.stdout.flush()
+    _write(sys.stdout, f"{line_start(sys.stdout)}{line}\n")  # in one piece: the other process may write in between
 
 
 # ---- the terminal ---------------------------------------------------------------------------------------------------
+
+_lost: list[str] = []
+
+
+def lost_outputs() -> list[str]:
+    """Which outputs of this process were lost since the last call, and why."""
+    lost = _lost.copy()
+    _lost.clear()
+    return lost
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """A reader that has left, a terminal that was closed, and a full disk cost what is shown, not the run."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        _give_up(stream, error)
+
+
+def _give_up(stream: TextIO, error: OSError) -> None:
+    """What else is written to the stream, by libraries too and as Python ends, goes nowhere."""
+    _lost.append(f"{stream.name}: {error.strerror or error}")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def line_start(stream: TextIO) -> str:
@@ -127,6 +152,13 @@ class TerminalHandler(logging.StreamHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         return line_start(self.stream) + super().format(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        """Called in the ``except`` of ``emit``."""
+        if isinstance(error := sys.exception(), OSError):
+            _give_up(self.stream, error)
+        else:
+            super().handleError(record)
 
 
 # ---- what it is doing -----------------------------------------------------------------------------------------------
@@ -172,16 +204,12 @@ class RunStatus:
         elif now - self._shown >= (_REWRITE_S if self._is_shown else _QUIET_S):
             self._shown, self._is_shown = now, True
             width = os.get_terminal_size(self._stream.fileno()).columns or 80
-            self._write(_ERASE + redact(self.text())[: width - 1])  # a full line would wrap, and stay
+            _write(self._stream, _ERASE + redact(self.text())[: width - 1])  # a full line would wrap, and stay
 
     def clear(self) -> None:
         self._doing = ""
         if self._is_shown:
-            self._write(_ERASE)
-
-    def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+            _write(self._stream, _ERASE)
 
     def text(self) -> str:
         """What is being done, how far it is, since when, and how long the step and the run may still take."""

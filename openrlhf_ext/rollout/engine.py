@@ -13,7 +13,7 @@ from packaging import version as packaging_version
 
 from openrlhf_ext import compat
 from openrlhf_ext.imports import without_collection
-from openrlhf_ext.rollout.process import describe_process, log_tail
+from openrlhf_ext.rollout.process import answer_where, describe_process, log_tail
 from openrlhf_ext.rollout.response import (
     EngineDied,
     EngineStartError,
@@ -108,6 +108,7 @@ class RolloutEngine(compat.RolloutRayActor):
                 (`adapters`); None: updates bring all weights.
             tells_entropies: completions bring the entropy of each sampled token's distribution.
         """
+        answer_where()
         with without_collection():
             import vllm
 

@@ -177,9 +177,9 @@ def wait_until_ready(engines: Sequence[Any], timeout_s: float, name: str = "roll
 
 def _timeout_message(name: str, missing: list[int], timeout_s: float) -> str:
     return (
-        f"{name}s {missing} were not ready within {timeout_s:g} s. Ray has free: {_free()}; an engine "
-        "whose resources are taken never starts. Otherwise see the RolloutEngine actors' logs in Ray's session "
-        "directory (by default /tmp/ray/session_latest/logs)"
+        f"{name}s {missing} were not ready within {round(timeout_s, 1):g} s (what was left of "
+        f"vllm.start_timeout_s). Ray has free: {_free()}; an engine whose resources are taken never starts. Otherwise "
+        "see the RolloutEngine actors' logs in Ray's session directory (by default /tmp/ray/session_latest/logs)"
     )
 
 

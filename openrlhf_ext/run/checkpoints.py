@@ -26,11 +26,12 @@ from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files, read_plain, 
 from openrlhf_ext.checkpoints.store import MANIFEST, best_content, best_of, step_of
 from openrlhf_ext.config import ConfigError, RunConfig, format_config, value_of
 from openrlhf_ext.config.show import format_options
-from openrlhf_ext.inputs import InputError
-from openrlhf_ext.locks import FolderLock, LockError
+from openrlhf_ext.inputs import MAP, TEXT, InputError, check, reading
+from openrlhf_ext.locks import FolderLock, LockError, check_held, displaced
 from openrlhf_ext.megatron.model.hf_files import finish_interrupted, set_aside_hf
 from openrlhf_ext.options import Violation
 from openrlhf_ext.options.table import Configuration, table_of
+from openrlhf_ext.patches.environment import code_version
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.reporting import EventLog
 
@@ -56,7 +57,7 @@ Call = Callable[..., list]
 
 
 def checkpoint_store(config: RunConfig | SupervisedConfig) -> CheckpointStore:
-    return CheckpointStore(config.ckpt.path, config.ckpt.max_num, config.ckpt.max_mem * 1e9)
+    return CheckpointStore(config.ckpt.path, config.ckpt.max_num, config.ckpt.max_mem * 1e9, check_own=check_held)
 
 
 @contextmanager
@@ -66,7 +67,7 @@ def own_folders(config: RunConfig | SupervisedConfig) -> Iterator[None]:
     on. Raises ConfigError: another run has one of the folders, or one cannot be changed."""
     faults, take_over = [], config.ckpt.take_over_lock
     with ExitStack() as held:
-        for folder, options in _folders(config).items():
+        for folder, options in _folders(config).values():
             names = " and ".join(options)
             try:
                 held.enter_context(closing(FolderLock(folder, take_over, "add --ckpt.take_over_lock")))
@@ -97,14 +98,15 @@ def _make_ready(config: RunConfig | SupervisedConfig, store: CheckpointStore) ->
                 logger.warning(moved, folder, "the final model", "", aside)
 
 
-def _folders(config: RunConfig | SupervisedConfig) -> dict[Path, tuple[str, ...]]:
-    """The folders, links resolved, and the options that name them."""
+def _folders(config: RunConfig | SupervisedConfig) -> dict[Path, tuple[Path, tuple[str, ...]]]:
+    """By the folders, links resolved: as they are named, and the options that name them."""
     named = {"ckpt.path": Path(config.ckpt.path), "ckpt.output_dir": Path(config.ckpt.output_dir)}
     if config.logger.metrics_path is not None:
         named["logger.metrics_path"] = Path(config.logger.metrics_path).parent
-    folders: dict[Path, tuple[str, ...]] = {}
+    folders: dict[Path, tuple[Path, tuple[str, ...]]] = {}
     for option, folder in named.items():
-        folders[folder.resolve()] = (*folders.get(folder.resolve(), ()), option)
+        first, options = folders.get(folder.resolve(), (folder, ()))
+        folders[folder.resolve()] = (first, (*options, option))
     return folders
 
 
@@ -149,6 +151,7 @@ def _finish_interrupted(config: RunConfig | SupervisedConfig, store: CheckpointS
 def write_hf(call: Call, who: str, path: str, option: str, timeout_s: float) -> None:
     """Has a group write its model in Hugging Face form; ``option`` names the folder. Raises CheckpointError if rank 0
     wrote to storage that is not seen here, RanksTimeoutError."""
+    check_held()
     sizes, *_ = call("save_model", timeout_s, path=path)
     if absent := absent_files(Path(path), sizes, VISIBLE_S):
         raise CheckpointError(
@@ -246,8 +249,7 @@ class Checkpointer:
                 files = call("save_state", self.timeout_s, name=name, folder=str(folder), background=background)
                 parts += [f"{name}-{rank}" for rank in range(len(files))]
                 entries += [] if background else [entry for part in files for entry in part]
-            versions = {name: version(name) for name in ("torch", "megatron-core", "safetensors")}
-            manifest = Manifest(step, tuple(entries), {"versions": versions, "best": best or self.store.best()})
+            manifest = Manifest(step, tuple(entries), {"versions": _versions(), "best": best or self.store.best()})
             if background:
                 self.store.expect(manifest, parts)
         except BaseException:
@@ -316,11 +318,28 @@ def report_changed_options(before: Mapping[str, str], now: Mapping[str, str]) ->
         logger.warning("resuming with another %s: %s, it was %s", name, now[name], before[name])
 
 
+def _versions() -> dict[str, str]:
+    """Of what decides the numbers of a run."""
+    return {
+        "openrlhf_ext": code_version(),
+        **{name: version(name) for name in ("torch", "megatron-core", "safetensors")},
+    }
+
+
+def report_other_code(before: Mapping[str, Any]) -> None:
+    """Logs versions that differ from those that wrote the checkpoint; earlier releases did not write all of them."""
+    for name, now in _versions().items():
+        if before.get(name) not in (None, now):
+            logger.warning("resuming with other code: %s %s, it was %s", name, now, before[name])
+
+
 # ---- going on -------------------------------------------------------------------------------------------------------
 
 
 def resumption(config: RunConfig | SupervisedConfig) -> str:
     """How a user goes on with a run that has ended early."""
+    if said := displaced():
+        return said
     newest = checkpoint_store(config).checkpoints()[-1:]
     if not newest:
         return f"no checkpoint is in {config.ckpt.path}: the run has to begin again"
@@ -367,7 +386,11 @@ def _restored(
             f"{folder} holds no {GROUPS}: it was written by an earlier release, whose place in the data means nothing "
             "to this one. Start a new run from weights in Hugging Face form (ckpt.save_hf, ckpt.output_dir)"
         )
-    state = read_plain(folder / CONTROLLER)
+    state = check(
+        read_plain(folder / CONTROLLER), str(folder / CONTROLLER), {"options": MAP, **dict.fromkeys(data, TEXT)}
+    )
+    about = check(read_manifest(folder).about, str(folder / MANIFEST), {}, {"versions": MAP})
+    report_other_code(about.get("versions", {}))
     check_data(folder, state, data)
     report_changed_options(state["options"], plain_options(config))
     for name, call in groups.items():
@@ -375,7 +398,9 @@ def _restored(
             raise CheckpointError(f"{folder} holds no {name}: it was written by a run without one")
         call("load_state", timeout_s, folder=str(folder), name=name)
     store.recover_best(folder)
-    return Resumed(folder, step_of(folder), state, safetensors.numpy.load_file(folder / GROUPS))
+    with reading(folder / GROUPS, "as safetensors"):
+        arrays = safetensors.numpy.load_file(folder / GROUPS)
+    return Resumed(folder, step_of(folder), state, arrays)
 
 
 def find_good(store: CheckpointStore, call: Call, timeout_s: float, *, fallback: bool) -> Path:

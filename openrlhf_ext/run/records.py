@@ -13,6 +13,7 @@ from openrlhf_ext.checkpoints.store import step_of
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.show import shown_options
 from openrlhf_ext.config.upstream import namespace
+from openrlhf_ext.locks import check_held
 from openrlhf_ext.options import required
 from openrlhf_ext.patches.environment import machine
 from openrlhf_ext.reporting import (
@@ -24,7 +25,7 @@ from openrlhf_ext.reporting import (
     read_metrics,
     write_figure,
 )
-from openrlhf_ext.reporting.progress import COLUMNS, PANELS, SUPERVISED, SUPERVISED_PANELS, Panel
+from openrlhf_ext.reporting.progress import COLUMNS, PANELS, SUPERVISED, SUPERVISED_PANELS, Panel, lost_outputs
 from openrlhf_ext.run.checkpoints import checkpoint_store
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class Recorder:
         """Writes and shows the record of one step, and returns it."""
         written = self.writer.write(step, record)
         self.progress.show(step, record)
+        for lost in lost_outputs():
+            self.events.note("output_lost", why=lost)
         self.draw()
         return written
 
@@ -100,6 +103,7 @@ class Recorder:
     def _draw(self) -> None:
         """A picture of what metrics.jsonl has is no reason to end a run, nor for a traceback of a thread."""
         try:
+            check_held()
             write_figure(self.metrics_path, self.figure_path, self.title, self.panels)
         except OSError as error:
             logger.error("the figure %s could not be drawn: %s; metrics.jsonl has its numbers", self.figure_path, error)

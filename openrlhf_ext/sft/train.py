@@ -37,9 +37,9 @@ from openrlhf_ext.run.checkpoints import (
     State,
     check_shared_folders,
     restore,
-    resumption,
     write_hf,
 )
+from openrlhf_ext.run.ending import listened, note_end, report_interruption
 from openrlhf_ext.run.records import SupervisedRecorder, about
 from openrlhf_ext.sft.checkpoints import Ranks
 from openrlhf_ext.sft.data import fingerprint, load_examples, read_examples, save_examples
@@ -47,16 +47,15 @@ from openrlhf_ext.sft.loss import Answers, SupervisedLoss
 
 logger = logging.getLogger(__name__)
 
-_TERMINATED = 128 + signal.SIGTERM
-
 
 def run_rank(config: SupervisedConfig) -> int:
-    """Trains until the examples are used up, on every rank; 0, or 143 after SIGTERM, when a checkpoint was written."""
+    """Trains until the examples are used up, on every rank. Returns 0; 143 after SIGTERM, 129 after SIGHUP, when a
+    checkpoint was written; 130 after Ctrl-C."""
     timeout_s = config.megatron.collective_timeout_s
     initialize_distributed(config.layout, timeout_s, config.train.seed)
     start_watchdog(timeout_s)
     with ExitStack() as stack:
-        terminated = stack.enter_context(_termination())
+        received = stack.enter_context(_signals())
         path = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("events.jsonl")
         events = stack.enter_context(EventLog(path if dist.get_rank() == 0 else None, config.ckpt.load_enable))
         events.note("start", **about(config))
@@ -65,21 +64,32 @@ def run_rank(config: SupervisedConfig) -> int:
             ranks.led(lambda: check_shared_folders(config, ranks.call, timeout_s))
             with phase("reading the examples"):
                 examples, held_out = _shared_examples(config, ranks)
-            return Supervised(config, ranks, examples, held_out, events, terminated).run()
-        except Exception as error:
-            events.note("failure", error=str(error), traceback="".join(traceback.format_exception(error)))
+            return Supervised(config, ranks, examples, held_out, events, received).run()
+        except BaseException as error:
+            if signal.SIGINT in received:  # whatever the end of other ranks has made of it here
+                return report_interruption(config, events, signal.SIGINT)
+            note_end(events, "failure", error=str(error), traceback="".join(traceback.format_exception(error)))
             raise
 
 
 @contextmanager
-def _termination() -> Iterator[list[int]]:
-    """In the body SIGTERM is noted in the list, so that the step under way ends first."""
+def _signals() -> Iterator[list[int]]:
+    """In the body the first signal that ends a run is noted in the list, so that the step under way ends first; Ctrl-C
+    also raises KeyboardInterrupt. Those that follow are ignored: a terminal's Ctrl-C comes twice."""
     received: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+
+    def receive(number: int, _: object) -> None:
+        if not received:
+            received.append(number)
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, receive) for number in listened()}
     try:
         yield received
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _shared_examples(config: SupervisedConfig, ranks: Ranks) -> tuple[SequenceBatch, SequenceBatch | None]:
@@ -115,14 +125,14 @@ def settings(config: SupervisedConfig, updates: int) -> ModelSettings:
 
 
 class Supervised:
-    """A run; ``terminated`` holds SIGTERM once it came."""
+    """A run; ``received`` holds the signal that ends it, once it came."""
 
     def __init__(
         self, config: SupervisedConfig, ranks: Ranks, examples: SequenceBatch, held_out: SequenceBatch | None,
-        events: EventLog, terminated: list[int],
+        events: EventLog, received: list[int],
     ) -> None:  # fmt: skip
         self.config, self.ranks, self.examples, self.held_out = config, ranks, examples, held_out
-        self.events, self.terminated, self.last_evaluation = events, terminated, -1
+        self.events, self.received, self.last_evaluation = events, received, -1
         self.per_epoch = math.ceil(len(examples) / config.train.batch_size)
         self.steps = self.per_epoch * config.train.max_epochs
         with phase("building the model"):
@@ -138,7 +148,7 @@ class Supervised:
         events.note("ready", steps=self.steps, processes={})
 
     def run(self) -> int:
-        """0, or 143 after SIGTERM."""
+        """As ``run_rank``."""
         try:
             if self.step == 0:
                 self._evaluate()
@@ -146,11 +156,11 @@ class Supervised:
                 self._train_step()
                 if self._due(self.config.eval.steps, self.per_epoch):
                     self._evaluate()
-                ends = self._someone_was_terminated()
-                if ends or self._due(self.config.ckpt.save_steps, None):
-                    self._save(ends)
-                if ends:
-                    return _TERMINATED
+                if number := self._someone_was_told_to_end():
+                    return self._save_and_end(number)
+                if self._due(self.config.ckpt.save_steps, None):
+                    with phase("saving a checkpoint"):
+                        self.ranks.led(lambda: self.checkpointer.save(self.step, *self._state))
             if self.last_evaluation != self.step:
                 self._evaluate()
             self._finish()
@@ -203,21 +213,20 @@ class Supervised:
         if self.recorder is not None:
             self.recorder.evaluation(self.step, loss, time.perf_counter() - started)
 
-    def _someone_was_terminated(self) -> bool:
-        """Whether any rank has got SIGTERM: all of them end after the same step."""
-        seen = torch.tensor(len(self.terminated), device=self.policy.device)
+    def _someone_was_told_to_end(self) -> int:
+        """The signal that any rank has got, 0 = none: all of them end after the same step."""
+        seen = torch.tensor(max(self.received, default=0), device=self.policy.device)
         dist.all_reduce(seen, dist.ReduceOp.MAX)
-        return bool(seen)
+        return int(seen)
 
-    def _save(self, ends: bool) -> None:
-        state: State = ({"step": self.step}, {})
+    @property
+    def _state(self) -> State:
+        return {"step": self.step}, {}
+
+    def _save_and_end(self, number: int) -> int:
         with phase("saving a checkpoint"):
-            if not ends:
-                self.ranks.led(lambda: self.checkpointer.save(self.step, *state))
-                return
-            self.ranks.led(lambda: self.checkpointer.save_before_the_end(state, self.timeout_s))
-        self.events.note("interrupted", signal="SIGTERM", checkpoint=self.config.ckpt.path)
-        logger.warning("SIGTERM: %s", resumption(self.config))
+            self.ranks.led(lambda: self.checkpointer.save_before_the_end(self._state, self.timeout_s))
+        return report_interruption(self.config, self.events, number)
 
     def _finish(self) -> None:
         path, folder = self.config.ckpt.output_dir, Path(str(self.config.logger.metrics_path)).parent

@@ -199,6 +199,9 @@ def test_a_name_that_is_not_there_is_told_the_nearest_one(run):
     assert run("simone", "fig1")[0] == 2
     status, _, complaint = run("simoni", "fig33")
     assert status == 2 and "did you mean fig3" in complaint
+    assert "did you mean fig5a or fig5b?" in run("simoni", "fig5")[2]
+    assert "did you mean simoni?" in run("2508.03772", "fig5")[2]
+    assert "did you mean tan_first or tan_v6?" in run("2508.04349", "fig1")[2]
     assert "has no command" in run("tan_v6", "fig1")[2]
     assert "need --scale toy, got real" in run("tan_v6", "fig5", "--scale", "real", "--seeds", "2")[2]
 

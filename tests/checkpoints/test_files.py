@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 
 import pytest
 
-from openrlhf_ext.checkpoints import CheckpointError, FileEntry, check_files, write_file
-from openrlhf_ext.checkpoints.files import deal_files
+from openrlhf_ext.checkpoints import (
+    CheckpointError,
+    CheckpointStore,
+    FileEntry,
+    check_files,
+    read_manifest,
+    write_file,
+)
+from openrlhf_ext.checkpoints.files import deal_files, read_plain
+from openrlhf_ext.checkpoints.tensors import TensorIndex
 
 
 def test_the_entry_says_what_sha256sum_says(tmp_path):
@@ -52,3 +61,41 @@ def test_ranks_share_bytes_and_not_files():
     assert sorted(f.path for share in shares for f in share) == sorted(f.path for f in files)
     assert [sum(f.size for f in share) for share in shares] == [1001] * 4
     assert deal_files(files[:1], 3) == [[files[0]], [], []]
+
+
+NESTED = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [NESTED, '{"!": "tensor", "dtype": "float32", "shape": [3], "data": "AAAA"}', '{"!": "array", "dtype": 1}', "[NaN",
+     '{"!": "tensor", "dtype": "uint8", "shape": [99999999999999999999], "data": "AAAA"}', '{"!": "dict", "items": 3}',
+     '{"!": "array", "dtype": "bfloat16", "shape": [1], "data": "AAA="}', '{"!": "bytes", "data": 7}'],
+)  # fmt: skip
+def test_a_crafted_state_is_an_error_of_the_checkpoint(tmp_path, text):
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(CheckpointError, match="state.json is not a state written by this program"):
+        read_plain(tmp_path / "state.json")
+
+
+@pytest.mark.parametrize("path", ["../../x.safetensors", "/etc/passwd", "a/../../x", "", "a//b", ".", "a\\b", 3])
+def test_no_manifest_and_no_index_names_a_file_outside(tmp_path, path):
+    entry = {"path": path, "size": 1, "sha256": "0"}
+    content = {"format": "openrlhf_ext checkpoint", "version": 1, "step": 1, "files": [entry], "about": {}}
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="must be a list, each entry .*inside of the folder"):
+        read_manifest(tmp_path)
+    index = {"w": {"dtype": "F32", "shape": [1], "pieces": [[[0], [1], 0, 1, path]]}}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="index.json is not an index of tensors"):
+        TensorIndex.read(tmp_path / "index.json")
+
+
+@pytest.mark.parametrize("text", [NESTED, "[]", "3", '{"parts": 3}', '{"parts": ["x"], "files": [3], "about": {}}'])
+def test_a_crafted_note_of_a_pending_checkpoint_ends_nothing(tmp_path, text):
+    folder = tmp_path / "global_step3.incomplete"
+    (folder / "written").mkdir(parents=True)
+    (folder / "written/x.json").write_text("[]")
+    (folder / "pending.json").write_text(text)
+    CheckpointStore(tmp_path, keep=1).clean()
+    assert not folder.exists()

@@ -80,10 +80,11 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch):
         main(["plan"])
 
 
-def test_a_reader_that_has_read_enough_gets_no_traceback():
+@pytest.mark.parametrize("words", [["train", "--help", "adam"], ["--help"], ["--version"]])
+def test_a_reader_that_has_read_enough_gets_no_traceback(words):
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "openrlhf_ext", "train", "--help", "adam"]
+    command = [sys.executable, "-m", "openrlhf_ext", *words]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")

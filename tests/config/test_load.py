@@ -11,6 +11,7 @@ import pytest
 from openrlhf_ext.cli.train_ppo_ray import main
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation, load_config
 from openrlhf_ext.config.estimator import algorithm_options
+from openrlhf_ext.options.table import OptionTable
 from tests.patience import PATIENCE_S
 
 HEAVY = ("torch", "transformers", "ray", "openrlhf", "vllm", "megatron", "datasets", "numpy")
@@ -380,3 +381,17 @@ def test_integers_are_bounded(problems, option, value):
 
 def test_the_largest_integer_is_said(problems):
     assert problems("--data.max_samples", "9999999999")[0].endswith("; the largest integer is 2147483647")
+
+
+def test_a_file_of_another_program_gets_a_short_and_quick_answer(run_dir: Path, monkeypatch):
+    (run_dir / "other.yaml").write_text("".join(f"their_option_{n}: {n}\n" for n in range(5000)))
+    asked = []
+    nearest = OptionTable.nearest
+    monkeypatch.setattr(OptionTable, "nearest", lambda table, name: asked.append(name) or nearest(table, name))
+    with pytest.raises(ConfigError) as raised:
+        load_config(["--config", str(run_dir / "other.yaml")])
+    told = str(raised.value)
+    assert "- and 4980 more unknown options, the last one their_option_4999 (" in told
+    assert "- actor.model_name_or_path" in told, "what else is wrong is not hidden"
+    assert "unknown option their_option_0 (" in told and len(told) < 20_000
+    assert len(asked) <= 20, "each takes milliseconds"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from openrlhf_ext.rollout.process import own_identity
+from openrlhf_ext.rollout.process import answer_where, own_identity
 from openrlhf_ext.rollout.response import EngineDied, EngineStartError, GroupRequest, InvalidWeights, Response
 
 
@@ -31,6 +31,7 @@ class MisbehavingEngine(_Process):
 
     def __init__(self, index: int, life: int) -> None:
         self.index, self.life, self.void_before = index, life, False
+        answer_where()
 
     def generate_group(self, request: GroupRequest) -> list[str]:
         prompt, is_first = request.prompt, (self.index, self.life) == (0, 0)
@@ -47,6 +48,8 @@ class MisbehavingEngine(_Process):
             raise InvalidWeights("update to version 3 is not complete")
         if prompt == "cannot grade":
             raise ValueError("reward_func failed")
+        if prompt.endswith(".py"):
+            exec(compile(open(prompt).read(), prompt, "exec"))
         return [prompt, f"engine {self.index}.{self.life}"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,6 +64,18 @@ def stopped(config: RunConfig, watched: Guard, restart: int) -> int:
     return 0
 
 
+def stops_itself(config: RunConfig, watched: Guard, restart: int) -> int:
+    watched.expect(3600.0, "training step 5")
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return 0
+
+
+def hung_up(config: RunConfig, watched: Guard, restart: int) -> int:
+    os.kill(os.getppid(), signal.SIGHUP)
+    time.sleep(3600)
+    return 0
+
+
 def deaf_to_signals(config: RunConfig, watched: Guard, restart: int) -> int:
     subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -TERM {os.getppid()}"])
     deaf()
@@ -91,6 +104,13 @@ def busy(config: RunConfig, watched: Guard, restart: int) -> int:
     logging.getLogger("openrlhf_ext").info("a record")
     watched.ended(0)
     return 0
+
+
+def loses_its_folder(config: RunConfig, watched: Guard, restart: int) -> int:
+    shutil.rmtree(config.ckpt.path)
+    while True:
+        watched.check()
+        time.sleep(0.1)
 
 
 def raises(config: RunConfig, watched: Guard, restart: int) -> int:
@@ -141,5 +161,9 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, handlers=[TerminalHandler()])
     logging.getLogger("openrlhf_ext").setLevel(logging.INFO)
     logger = {"metrics_path": "metrics.jsonl"}
-    given = RunConfig(logger=logger, train={"max_restarts": int(case == "stuck")}, ckpt={"path": "ckpt", "grace_s": 1})
+    given = RunConfig(
+        logger=logger,
+        train={"max_restarts": int(case in ("stuck", "loses_its_folder"))},
+        ckpt={"path": "ckpt", "grace_s": 1},
+    )
     sys.exit(guard.run(given, globals()[case]))

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,3 +204,22 @@ def test_a_local_run_is_a_ray_of_its_own_with_the_devices_that_torch_has(monkeyp
     assert given["address"] == "local" and given["mode"] == "token" and session.use_gpu is gpus
     assert (given.get("num_gpus"), given["devices"]) == ((None, "0,1") if gpus else (2, "-1,-1"))
     assert settings() == before, "a Ray that does not start leaves nothing behind"
+
+
+def test_the_token_of_a_run_that_was_killed_is_removed_by_the_next_and_that_of_a_living_one_is_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    for name, old in (("killed", True), ("just_made", False)):
+        (tmp_path / f"ray_token_{name}").mkdir()
+        (tmp_path / f"ray_token_{name}/token").touch()
+        if old:
+            os.utime(tmp_path / f"ray_token_{name}/token", (0, 0))
+    with cluster.private_ray(counted_gpus=1):
+        (own,) = {path.name for path in tmp_path.iterdir()} - {"ray_token_just_made"}
+        os.utime(tmp_path / own / "token", (0, 0))
+        assert (tmp_path / own / "token").stat().st_mode & 0o777 == 0o600
+        cluster._remove_left_tokens()
+        assert (tmp_path / own / "token").read_text() == Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text() != ""
+    assert [path.name for path in tmp_path.iterdir()] == ["ray_token_just_made"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,18 +15,26 @@ import pytest
 import ray
 
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.driver.engines import EngineLost, EngineSupervisor, GpuSharing, engines_at_fault, is_engine_fault
+from openrlhf_ext.driver.engines import (
+    EngineLost,
+    EngineSupervisor,
+    GpuSharing,
+    _one_line,
+    engines_at_fault,
+    is_engine_fault,
+)
 from openrlhf_ext.driver.rollouts import GroupRequests
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.rollout.launch import EngineFleet
+from openrlhf_ext.rollout.process import ray_frames
 from openrlhf_ext.rollout.response import EngineDied, GroupRequest, InvalidWeights, Sampling
 from openrlhf_ext.rollout.sync.base import EngineFailed, EnginesAtFault, WeightStreamAborted
 from tests.cluster import start_local_ray
 from tests.driver.fake_engines import MisbehavingEngine, NotStarting, SleepyEngine, outcome
 from tests.driver.simulated import run_config
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 SAMPLING = Sampling(1.0, 1.0, 4, 8)
 
@@ -101,6 +111,32 @@ def test_every_prompt_is_answered_once_although_an_engine_dies(trouble: str, tmp
     ((_, told),) = read_lines(tmp_path / "events.jsonl")
     assert (told["event"], told["step"], told["engines"], told["restarts"]) == ("engine_replaced", 7, [0], 1)
     recovering._end(0), recovering._end(1)
+
+
+HELD = "import re\n\nre.match('(a+)+$', 'a' * 99 + 'b')"
+
+
+@pytest.mark.parametrize("code", ["import time\n\ntime.sleep(10**9)", "while True:\n\n    pass", HELD])
+def test_code_that_blocks_an_engine_is_named_with_its_line(tmp_path: Path, code: str) -> None:
+    """Also where it keeps the interpreter to itself."""
+    agent = tmp_path / "agent.py"
+    agent.write_text(code)
+    of = supervisor(engines=1)
+    of.call(0, "generate_group", GroupRequest(str(agent), "", 1, SAMPLING))
+    until(lambda: f'File "{agent}", line' in str(of.silence([0])), "the frames")
+    told = str(of.silence([0]))
+    assert re.search(
+        rf'they hang, in code that blocks the engine .*:\n\s+File "{agent}", line [123] in <module>\n', told
+    )
+    assert f'File "{agent}"' in _one_line(of.silence([0])), "the line of the log, too"
+    of._end(0)
+
+
+def test_an_engine_that_does_not_say_where_it_is_is_not_ended_by_the_question() -> None:
+    sleeper = subprocess.Popen(["sleep", "3600"])
+    assert ray_frames(sleeper.pid) == "" and sleeper.poll() is None
+    sleeper.kill()
+    sleeper.wait()
 
 
 def test_an_engine_that_hangs_is_replaced_and_the_phase_gets_its_time_anew() -> None:

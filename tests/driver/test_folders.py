@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,9 +19,12 @@ import pytest
 from openrlhf_ext.checkpoints import CheckpointStore
 from openrlhf_ext.cli.train_ppo_ray import main
 from openrlhf_ext.config import ConfigError, RunConfig
-from openrlhf_ext.driver.guard import run_with_restarts
+from openrlhf_ext.driver import guard
+from openrlhf_ext.driver.guard import Guard, run_with_restarts
 from openrlhf_ext.locks import FolderLock
-from openrlhf_ext.run.checkpoints import own_folders
+from openrlhf_ext.outputs import FileDisplaced
+from openrlhf_ext.reporting import EventLog
+from openrlhf_ext.run.checkpoints import checkpoint_store, clean_up, own_folders, resumption
 from tests.e2e.jobs import Task
 from tests.patience import PATIENCE_S
 
@@ -143,3 +147,66 @@ def test_a_restart_goes_on_from_a_checkpoint_of_its_own_run_only(tmp_path, caplo
     aside = sorted(path.name for path in (tmp_path / "steps").glob("superseded.1/*"))
     assert aside == [] if asked else ["global_step49"]
     assert ("ckpt.load_enable is off: moved to" in caplog.text) == (not asked)
+
+
+def removed(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def renamed(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+def replaced(folder: Path) -> None:
+    removed(folder)
+    folder.mkdir()
+
+
+def linked_elsewhere(folder: Path) -> None:
+    renamed(folder)
+    (folder.parent / "other").mkdir()
+    folder.symlink_to(folder.parent / "other")
+
+
+@pytest.mark.parametrize("what", ["steps", "out"])
+@pytest.mark.parametrize("lose", [removed, renamed, replaced, linked_elsewhere])
+def test_a_run_that_has_lost_a_folder_fails_and_touches_nothing_of_who_is_there_now(tmp_path, monkeypatch, lose, what):
+    """The first run, whose folder somebody takes away; a second one has begun there."""
+    run = config(tmp_path)
+    with own_folders(run), EventLog(tmp_path / "out/events.jsonl") as events:
+        lose(tmp_path / what)
+        for folder in ("global_step2", "global_step4", "global_step5.incomplete"):
+            (tmp_path / "steps" / folder).mkdir(parents=True)
+        (tmp_path / "out").mkdir(exist_ok=True)
+        theirs = sorted(tmp_path.rglob("*"))
+        store = checkpoint_store(run.model_copy(update={"ckpt": run.ckpt.model_copy(update={"max_num": 1})}))
+        told = rf"{tmp_path / what}.* was removed, renamed or replaced, .*Begin again in another folder"
+        acts = [Guard().check, lambda: store.begin(6), store.rotate, store.clean, lambda: store.abandon(5),
+                lambda: store.mark_best({"step": 4, "metric": "m", "value": 1.0})]  # fmt: skip
+        acts += [lambda: events.note("evaluation")] if what == "out" else []
+        for act in acts:
+            with pytest.raises(FileDisplaced, match=told):
+                act()
+        clean_up(run)
+        assert re.search(told, resumption(run)), "and not: to go on from the checkpoint of the other run"
+        tried = []
+        assert run_with_restarts(restarting(run), lambda *_: tried.append(1) or 1) == 1 and len(tried) == 1
+        guard._Parent._note(run, 3, "failure", error="")
+        assert sorted(tmp_path.rglob("*")) == theirs
+
+
+def restarting(run: RunConfig) -> RunConfig:
+    return run.model_copy(update={"train": RunConfig(train={"max_restarts": 2}).train})
+
+
+def test_a_network_that_does_not_answer_takes_no_folder_away(tmp_path, monkeypatch):
+    stat = os.stat
+
+    def hiccup(path, **more):
+        if str(path).endswith("steps/.lock"):
+            raise OSError(errno.EIO, "Input/output error")
+        return stat(path, **more)
+
+    with own_folders(config(tmp_path)):
+        monkeypatch.setattr(os, "stat", hiccup)
+        Guard().check()

@@ -39,6 +39,8 @@ def run(case: str, folder: Path) -> tuple[int, str, list[dict]]:
     [
         ("ended_by_ray", 137, "failure", r"Ray's raylet \(pid \d+\) has died, .* \(logs: /tmp/ray/logs\)"),
         ("stopped", 137, "failure", r"Ray's gcs_server \(pid \d+\) has been stopped for \d+ s"),
+        ("stops_itself", 137, "failure", r"the driver \(pid \d+\) has been stopped for \d+ s"),
+        ("hung_up", 129, "interrupted", r"SIGHUP: the run had not begun"),
         ("deaf_to_signals", 143, "interrupted", r"did not end after SIGTERM, which came 4 s ago; it was starting"),
         ("interrupted_while_it_imports", 143, "interrupted", r"SIGTERM: the run had not begun"),
         ("killed", 137, "failure", r"killed by SIGKILL, often by the kernel's out-of-memory .* training step 5"),
@@ -50,7 +52,7 @@ def test_who_ended_the_driver_is_said_and_written_down(case, code, event, words,
     assert (ended, [told["event"] for told in events]) == (code, [event]), text
     (told,) = events
     assert re.search(words, text) and (told.get("error") or told["why"]) in text, text
-    if code == 143:
+    if code in (129, 143):
         assert "no checkpoint is in ckpt: the run has to begin again" in text
 
 
@@ -121,6 +123,13 @@ def test_a_driver_that_is_deaf_in_a_native_call_is_ended_after_its_deadline_and_
         r"stuck, and did not notice its own deadline, 1 s ago: it was training step 3 .at most 0.2 s", text
     )
     assert "guarded.py" in event["error"] and "in deaf" in event["error"], "where it was"
+
+
+def test_a_run_whose_folder_was_removed_fails_by_itself_and_writes_nothing_more(tmp_path):
+    code, text, events = run("loses_its_folder", tmp_path)
+    assert (code, events) == (1, []) and "restart 1 of" not in text, text
+    assert "FileDisplaced: " in text and "ckpt/.lock is not the file that this process has opened" in text, text
+    assert "the run has" not in text, "no last words: the numbers there may be another run's"
 
 
 def test_what_outlives_its_parent_ends_with_the_run(tmp_path):

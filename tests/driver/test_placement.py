@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -107,8 +108,12 @@ def test_tensor_parallel_neighbors_share_a_node_and_actors_share_bundles(cluster
     assert nodes[0] == nodes[1], "rank i of every group is in the same bundle"
     until(lambda: ray.available_resources().get("GPU", 0) == 0, "the bundles are reserved, and Ray's tables say so")
     assert places.actor_gpus == 0.2
-    with pytest.raises(PlacementError, match="rank 0 of Silent on .* did not start within 0.5 s.*start_timeout_s"):
-        RankGroup(ray.remote(Silent), replace(places, timeout_s=0.5), world_size=2, model_parallel_size=1)
+    with pytest.raises(
+        PlacementError, match="rank 0 of Silent on .* did not start within the 0.5 s that were left.*start_timeout_s"
+    ):
+        RankGroup(
+            ray.remote(Silent), replace(places, until=time.monotonic() + 0.5), world_size=2, model_parallel_size=1
+        )
     with pytest.raises(PlacementError, match="ranks 0-3: .*, .*  <- on more than one node"):
         RankGroup(actor, places, world_size=4, model_parallel_size=4, tensor_size=4)
     with pytest.raises(PlacementError, match="the critic's ranks need 1 bundles .* within 0.5 s.*free are"):

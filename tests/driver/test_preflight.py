@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from openrlhf_ext.algorithms import registry
 from openrlhf_ext.cli import train_ppo_ray
 from openrlhf_ext.config import ConfigError, load_config
 from openrlhf_ext.config.estimator import algorithm_options, engine_entropies, old_logprobs
-from openrlhf_ext.driver import job
+from openrlhf_ext.driver import job, preflight
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.preflight import check_files, findings, try_user_code
 from openrlhf_ext.driver.settings import build_algorithm
@@ -450,3 +451,33 @@ def test_a_downloaded_guide_meets_the_rules_that_a_hub_name_passed_by(task, monk
     with pytest.raises(ConfigError, match="token ids mean different tokens") as error:
         job.with_local_model(config)
     assert "must have the architecture of actor.model_name_or_path" in str(error.value)
+
+
+# ---- the machine
+
+
+def shared_memory(monkeypatch, free: int) -> None:
+    real = shutil.disk_usage
+    usage = SimpleNamespace(free=free)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage if path == "/dev/shm" else real(path))
+
+
+def test_a_full_shared_memory_and_too_few_open_files_are_said_before_the_start_in_one_report(task, monkeypatch):
+    shared_memory(monkeypatch, 1 << 20)
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda which: (64, 524288))
+    told = "\n".join(problems(task))
+    assert "/dev/shm must have 4 MiB free for what processes share, 1 MiB are: remove" in told and "--shm-size" in told
+    assert "must be allowed 192 open files, with many ranks and engines more: the limit is 64; raise it (ulimit" in told
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert problems(task) == [], "its processes start elsewhere"
+
+
+def test_what_was_seen_to_be_enough_is_enough(task, monkeypatch):
+    shared_memory(monkeypatch, 8 << 20)
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda which: (256, 256))
+    assert problems(task) == []
+
+
+def test_an_estimator_that_does_not_exist_gets_no_critic(task):
+    (told,) = problems(task, "--algo.advantage.estimator", "gtpo", "--critic.num_gpus_per_node", "3")
+    assert "two methods have this name: use gtpo_entropy" in told

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from openrlhf_ext.config import ConfigError, load_config
-from openrlhf_ext.driver import processes
+from openrlhf_ext.driver import placement, processes
 from openrlhf_ext.driver.preflight import findings
 from openrlhf_ext.driver.processes import AuxiliaryModels
 from openrlhf_ext.driver.settings import (
@@ -18,6 +19,9 @@ from openrlhf_ext.driver.settings import (
     policy_settings,
     reward_settings,
 )
+from openrlhf_ext.driver.waits import Deadline
+from openrlhf_ext.rollout import launch
+from openrlhf_ext.rollout.response import EngineStartError
 from tests.driver.simulated import run_config
 from tests.e2e.jobs import Task
 from tests.models import make_tiny_model, make_tiny_policy
@@ -154,7 +158,7 @@ def test_everybody_has_given_up_its_memory_before_a_critic_or_a_checkpoint_is_lo
     monkeypatch.setattr("openrlhf_ext.rollout.launch.wait_until_ready", lambda *_: None)
     monkeypatch.setattr(processes, "policy_settings", lambda *_: None)
     monkeypatch.setattr(processes, "sync_settings", lambda *_: None)
-    deadline = SimpleNamespace(get=lambda references: references)
+    deadline = SimpleNamespace(get=lambda references: references, remaining=1.0)
     probe = processes.await_engines(config, session, [engine], [1, 2, 3], deadline)
     assert probe == [1, 2, 3, 7, 8], "the last token's probability is the nearest to one half"
     processes.initialize_policy(config, session, policy, [engine], probe, steps=1, deadline=deadline)
@@ -184,3 +188,30 @@ def test_the_policy_is_trained_before_the_run_ends(task):
     with pytest.raises(ValueError, match=r"never trained: got 1 \(the first 2 steps\) and 2 steps"):
         check_frozen_steps(config, 2)
     check_frozen_steps(load_config(task.options("out")), 1)
+
+
+def test_nothing_that_starts_may_wait_longer_than_the_parent_was_told(monkeypatch):
+    """Of 900 s 850 are gone: whoever waits now may wait for 50, and says so himself."""
+    waited: dict[str, float] = {}
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(placement, "reserve", lambda count, limit_s, what, shared=False: waited.update({what: limit_s}))
+    monkeypatch.setattr(launch, "wait_until_ready", lambda engines, limit_s, name: waited.update({name: limit_s}))
+    monkeypatch.setattr(processes, "_start_ranks", lambda *_: None)
+    config, session, deadline = run_config(algo={"advantage": {"estimator": "gae"}}), SimpleNamespace(), Deadline()
+    with deadline.limit(900.0, "starting", "vllm.start_timeout_s"):
+        now[0] = 850.0
+        processes.reserve_policy_places(config, deadline)
+        processes.AuxiliaryModels.start(config, deadline)
+        processes._await_engines(session, [], deadline, "rollout engine")
+        processes.await_guide_engines(session, [], deadline)
+    assert set(waited) == {"the policy's ranks", "the critic's ranks", "rollout engine", "guide engine"}
+    assert set(waited.values()) == {50.0}
+
+
+def test_engines_that_are_late_are_named_with_the_option(monkeypatch):
+    engine = SimpleNamespace(ping=SimpleNamespace(remote=lambda: 1))
+    free = {"wait": lambda *_, **__: ([], [1]), "available_resources": dict}
+    monkeypatch.setattr(launch, "ray", SimpleNamespace(**free))
+    with pytest.raises(EngineStartError, match=r"engines \[0\] were not ready within 0.1 s .*vllm.start_timeout_s"):
+        launch.wait_until_ready([engine], 0.1)

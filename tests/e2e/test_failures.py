@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from safetensors.torch import load_file
 from openrlhf_ext.checkpoints import check_files, read_manifest
 from openrlhf_ext.reporting.lines import read_lines
 from tests.e2e.jobs import ONE_RANK, REWARD, Job, Task
-from tests.patience import SOONER_S
+from tests.patience import SOONER_S, until
 
 pytestmark = pytest.mark.e2e
 # every process of the job imports this first: what is being written never gets onto the disk
@@ -124,6 +126,28 @@ def test_a_dead_raylet_restarts_the_run_and_sigterm_saves_it(task, tmp_path):
     assert told["restart"]["number"] == 1 and events[-1]["event"] == "interrupted"
     assert (events[-1]["signal"], events[-1]["checkpoint"]) == ("SIGTERM", str(saved))
     assert task.metrics(tmp_path.name)[-1]["step"] == read_manifest(saved).step
+
+
+def test_a_run_whose_terminal_is_closed_saves_although_nobody_reads_it(task, tmp_path):
+    """The signal comes to all of its processes, as from a terminal; the pipe that it writes to was closed before."""
+    options = task.options(tmp_path.name, **ONE_RANK, ckpt__path=tmp_path / "ckpt")
+    command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True) as job:
+        job.stdout.close()
+        metrics = task.folder / tmp_path.name / "metrics.jsonl"
+        until(
+            lambda: job.poll() is not None or len(task.metrics(tmp_path.name) if metrics.exists() else ()) > 2, "step"
+        )
+        os.killpg(job.pid, signal.SIGHUP)
+        assert job.wait(SOONER_S) == 129
+    events = [record for _, record in read_lines(metrics.with_name("events.jsonl"))]
+    assert {event["why"] for event in events if event["event"] == "output_lost"} >= {"<stdout>: Broken pipe"}
+    (saved,) = (tmp_path / "ckpt").glob("global_step*")
+    assert (events[-1]["signal"], events[-1]["checkpoint"]) == ("SIGHUP", str(saved))
+    assert not check_files(saved, read_manifest(saved).files)
+    assert (metrics.parent.stat().st_mode | (tmp_path / "ckpt").stat().st_mode) & 0o77 == 0, (
+        "prompts are the user's own"
+    )
 
 
 def test_ray_that_cannot_start_is_a_failure_like_others(task, tmp_path, monkeypatch):

@@ -271,6 +271,8 @@ def test_a_recipe_gets_model_data_and_reward_and_the_users_words_count(cluster) 
     for words in ((), ("gsm8k_grpo", "/m"), ("absent", *WORDS[1:])):
         assert cluster.call("train_recipe.sh", *words) == 2 and cluster.lines("") == []
         assert "RECIPE MODEL DATA REWARD" in cluster.errors and "gsm8k_grpo" in cluster.errors
+    assert cluster.call("slurm_recipe.sh", by=("sbatch",), NODES="1") == 2
+    assert "sbatch [--nodes N] examples/scripts/slurm_recipe.sh RECIPE MODEL" in cluster.errors, "how it is started"
 
 
 def test_a_cluster_that_is_there_is_used_and_not_ended(cluster) -> None:

@@ -3,10 +3,15 @@ from __future__ import annotations
 import io
 import logging
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 
-from openrlhf_ext.reporting import ProgressLine, RunStatus, duration
+from openrlhf_ext.reporting import ProgressLine, RunStatus, duration, read_metrics
+from openrlhf_ext.reporting.lines import read_lines
+from tests.patience import PATIENCE_S
 
 FULL = {
     "reward/mean": 0.51234, "accuracy/mean": 0.25, "entropy/mean": 1.5, "response/length_mean": 31.46,
@@ -90,3 +95,42 @@ def test_durations_are_said_as_people_say_them() -> None:
     assert [duration(s) for s in (0.4, 59.4, 59.6, 200, 3600, 7500)] == [
         "0 s", "59 s", "1 min", "3 min 20 s", "1 h", "2 h 5 min",
     ]  # fmt: skip
+
+
+# ---- outputs that are gone
+
+_TWO_STEPS = """
+import logging, sys
+from pathlib import Path
+from openrlhf_ext.config import RunConfig
+from openrlhf_ext.reporting import EventLog, TerminalHandler
+from openrlhf_ext.run.records import Recorder
+folder = Path(sys.argv[1])
+logging.basicConfig(level=logging.INFO, handlers=[TerminalHandler()])
+config = RunConfig(logger={"metrics_path": str(folder / "metrics.jsonl"), "figure_path": str(folder / "figure.png")})
+with EventLog(folder / "events.jsonl") as events:
+    recorder = Recorder(config, 9, events=events)
+    for step in range(1, 5):
+        logging.info("before step %d", step)
+        recorder.write(step, {"reward/mean": 1.0})
+        print("a library's words", flush=True)
+        print("and its warning", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("gone", ["closed pipe", "full disk"])
+@pytest.mark.parametrize("which", [("stdout",), ("stderr",), ("stdout", "stderr")], ids="+".join)
+def test_an_output_that_is_gone_is_an_event_and_the_run_goes_on(tmp_path, gone, which):
+    reader, nowhere = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    bad = dict.fromkeys(which, nowhere if gone == "closed pipe" else full)
+    command = [sys.executable, "-c", _TWO_STEPS, str(tmp_path)]
+    done = subprocess.run(command, **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | bad), timeout=PATIENCE_S)
+    os.close(nowhere)
+    os.close(full)
+    assert done.returncode == 0, done
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    told = [event["why"] for _, event in read_lines(tmp_path / "events.jsonl") if event["event"] == "output_lost"]
+    reason = "Broken pipe" if gone == "closed pipe" else "No space left on device"
+    assert sorted(told) == sorted(f"<{name}>: {reason}" for name in which), "each once"

@@ -90,6 +90,20 @@ def test_every_second_step_and_the_newest_two(tmp_path, ranks):
     assert (state["at"], state["prompts"], state["options"]["ckpt.save_steps"]) == (6, "p", "2")
 
 
+def test_going_on_with_other_code_is_said_and_not_refused(tmp_path, ranks, monkeypatch, caplog):
+    monkeypatch.setattr(checkpoints, "code_version", lambda: "0.9, commit aaaaaaaaaaaa")
+    run(make(tmp_path, ranks), {}, last=2)
+    before = read_manifest(tmp_path / "global_step2").about["versions"]
+    assert before["openrlhf_ext"] == "0.9, commit aaaaaaaaaaaa" and {"torch", "megatron-core"} < before.keys()
+    checkpoints.report_other_code(before)
+    checkpoints.report_other_code({})  # of an earlier release
+    assert caplog.text == ""
+    monkeypatch.setattr(checkpoints, "code_version", lambda: "0.9, commit bbbbbbbbbbbb")
+    checkpoints.report_other_code({**before, "torch": "1.0"})
+    said = "resuming with other code: openrlhf_ext 0.9, commit bbbbbbbbbbbb, it was 0.9, commit aaaaaaaaaaaa"
+    assert said in caplog.text and "torch" in caplog.text and caplog.text.count("resuming with other code") == 2
+
+
 def test_a_checkpoint_says_how_fp8_was_used(tmp_path, ranks):
     fp8 = {"enable": True, "emulate": True, "recipe": "delayed"}
     make(tmp_path, ranks, fp8, save_steps=1).after_step(1, None, lambda: ({}, {}))

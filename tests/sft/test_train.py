@@ -13,6 +13,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,9 +23,10 @@ from openrlhf_ext.cli import train_sft
 from openrlhf_ext.cli.report import main as report
 from openrlhf_ext.config.sft import load_supervised
 from openrlhf_ext.locks import FolderLock
+from openrlhf_ext.run.ending import listened
 from tests.launch import launch
 from tests.models import make_tiny_policy
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 pytest.importorskip("openrlhf", reason="examples are read by OpenRLHF's class")
 pytestmark = pytest.mark.slow
@@ -252,20 +254,57 @@ def test_a_failure_is_an_event(task):
     assert events[-1]["event"] == "failure" and "NaN or infinite" in events[-1]["error"]
 
 
-def test_the_command_starts_its_ranks_and_ends_with_a_checkpoint_at_sigterm(task):
-    words = task.words("command", **{"model.num_gpus_per_node": 2, "train.max_epochs": 4000})
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def ended_by(task: Task, name: str, ranks: int, number: int) -> tuple[int, str]:
+    """Status and words of a run that gets a signal after its first step, as from a terminal: all of its processes."""
+    words = task.words(name, **{"model.num_gpus_per_node": ranks, "train.max_epochs": 4000})
     command = [sys.executable, "-m", "openrlhf_ext.cli.train_sft", *words]
-    metrics = task.folder / "command/metrics.jsonl"
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    environment, metrics = os.environ | {"OMP_NUM_THREADS": "1"}, task.folder / name / "metrics.jsonl"
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+    ) as process:
         deadline = time.monotonic() + PATIENCE_S
         while not (metrics.exists() and "loss/sft" in metrics.read_text()):
             assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
             time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
         said = process.communicate(timeout=PATIENCE_S)[1]
-    assert process.returncode != 0 and "SIGTERM: to go on from" in said
-    events = task.events("command")
-    assert [event["event"] for event in events][-2:] == ["checkpoint", "interrupted"]
-    assert events[0]["layout"]["data"] == 2
-    assert list((task.folder / "command/steps").glob("global_step*/manifest.json"))
+    until(lambda: not any(str(task.folder / name) in " ".join(p.info["cmdline"] or ()) for p in
+                          psutil.process_iter(["cmdline"])), "the end of all ranks")  # fmt: skip
+    return process.returncode, said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_a_signal_ends_all_ranks_with_its_status_an_event_and_a_line_how_to_go_on(task, ranks, number, status):
+    name, saves = f"{number.name}{ranks}", number != signal.SIGINT
+    code, said = ended_by(task, name, ranks, number)
+    assert (code, "Traceback" in said) == (status, False), said
+    begins = "to go on from" if saves else "no checkpoint is in"
+    assert said.count(f"{number.name}: {begins} {task.folder / name / 'steps'}") == 1, said
+    events = task.events(name)
+    assert [event["event"] for event in events][-2:] == (["checkpoint"] if saves else ["ready"]) + ["interrupted"]
+    newest = [str(folder) for folder in (task.folder / name / "steps").glob("global_step*") if saves]
+    assert (events[-1]["signal"], events[-1]["checkpoint"]) == (number.name, newest[0] if saves else None)
+    assert events[0]["layout"]["data"] == ranks
+    assert len([*(task.folder / name / "steps").glob("global_step*/manifest.json")]) == saves
+
+
+def test_under_nohup_the_end_of_the_terminal_is_not_heard(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert listened() == [signal.SIGINT, signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert listened() == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+def test_a_rank_that_is_killed_ends_the_others_with_status_1(task):
+    words = task.words("lost", **{"model.num_gpus_per_node": 2, "train.max_epochs": 4000})
+    command = [sys.executable, "-m", "openrlhf_ext.cli.train_sft", *words]
+    metrics = task.folder / "lost/metrics.jsonl"
+    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE) as process:
+        until(lambda: process.poll() is not None or (metrics.exists() and "loss/sft" in metrics.read_text()), "a step")
+        psutil.Process(process.pid).children()[1].kill()
+        said = process.communicate(timeout=PATIENCE_S)[1].decode()
+    assert process.returncode == 1 and "rank 1 has ended with status -9" in said, said
+    assert task.events("lost")[-1]["event"] == "failure"
