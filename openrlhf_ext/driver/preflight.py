@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from openrlhf_ext.checkpoints.files import plain_copy
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation
 from openrlhf_ext.config.estimator import algorithm_name, algorithm_options, engine_entropies, flag_options
 from openrlhf_ext.config.files import (
@@ -468,7 +469,7 @@ def _try_algorithm(config: RunConfig, _: _First) -> str | None:
     try:
         with time_limit(_ALGORITHM_S, "the trial of the algorithm on a made batch"):
             algorithm = get_algorithm(name, correction=correction, warn=False, **options)
-            return f"{name}, {try_algorithm(algorithm, config.rollout.n_samples_per_prompt, absent)}"
+            return f"{name}, {try_algorithm(algorithm, config.rollout.n_samples_per_prompt, absent, plain_copy)}"
     except Exception as error:
         none = f"\n(with these options inputs.batch has no {', '.join(absent)}: they are None)" if absent else ""
         hint = none if "NoneType" in str(error) else ""
