@@ -393,7 +393,7 @@ class Planner:
         for tp, pp, cp in itertools.product(*degrees):
             if tp > per_node or ranks % (tp * pp * cp) or (if_states_fit and not self._states_fit(tp, pp, ranks)):
                 continue
-            chunks = self._tried(_CHUNKED, _CHUNKS if pp > 1 and not self.coarse else (1,))
+            chunks = self._tried(_CHUNKED, _CHUNKS[: 2 if self.coarse else 3] if pp > 1 else (1,))
             for vp, recompute, budget in itertools.product(chunks, recomputes, self._budgets(cp)):
                 cut = {**dict(zip(SIZES, (tp, pp, cp), strict=True)), _CHUNKED: vp, _SEQUENCE: tp > 1}
                 for options in self._cut({**nodes, **cut, **recompute, **budget}):
@@ -431,7 +431,7 @@ class Planner:
         least = math.ceil(self.config.data.max_len / cp / 128) * 128
         forward = self.config.rollout.max_tokens_per_gpu or train.max_tokens_per_gpu
         tried = sorted({least, 2 * least, max(least, train.max_tokens_per_gpu)})
-        for tokens in self._tried("train.max_tokens_per_gpu", tried[:: 2 if self.coarse else 1]):
+        for tokens in self._tried("train.max_tokens_per_gpu", tried):
             yield {"train.max_tokens_per_gpu": tokens, "rollout.max_tokens_per_gpu": max(forward, tokens)}
 
     def _engine_options(self, gpus: int) -> Iterator[dict[str, int]]:
