@@ -89,7 +89,10 @@ read_words() {
 check_words() {
     local about
     [[ " ${training[*]} " != *" --dry_run "* ]] || exec "$python" -m openrlhf_ext.cli.train_ppo_ray "${training[@]}"
-    about=$("$python" -m openrlhf_ext.cli.train_ppo_ray "${training[@]}" --dry_run_json)
+    about=$("$python" -m openrlhf_ext.cli.train_ppo_ray "${training[@]}" --dry_run_json) || {
+        local status=$?
+        ((status == 3)) || exit "$status"  # 3: what is not on this machine could not be looked at
+    }
     run_folder=$("$python" -c 'import json, pathlib, sys
 print(pathlib.Path(json.load(sys.stdin)["options"]["logger.metrics_path"]).parent)' <<<"$about")
     mkdir -p "$(dirname "$run_folder")"

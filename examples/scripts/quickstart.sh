@@ -65,8 +65,9 @@ print(last["eval/accuracy"], last["eval/accuracy_stderr"])
 PY
 )
 read -r accuracy error <<<"$last_evaluation"
+verdict=0  # said above the report, and the script's status in the end
 evaluate "$OUT/policy" "$OUT/after.json" --compare "$OUT/before.json" --min_gain "${QUICKSTART_MIN_GAIN:-0.25}" \
-    --expect_accuracy "$accuracy" --expect_stderr "$error"
+    --expect_accuracy "$accuracy" --expect_stderr "$error" || verdict=$?
 
 say "report: every curve, event and some completions on one page"
 "$VENV_PYTHON" -m openrlhf_ext.cli.report "$OUT" --output "$OUT/report.html"
@@ -79,3 +80,4 @@ figure       $OUT/training.png
 metrics      $OUT/metrics.jsonl   (names: docs/metrics.md)
 TensorBoard  $OUT/tensorboard
 TEXT
+exit "$verdict"

@@ -196,6 +196,14 @@ class Algorithm:
         """
         raise NotImplementedError(f"{type(self).__name__} defines no method advantages(self, inputs)")
 
+    def state_dict(self) -> dict[str, Any]:
+        """What `advantages` keeps in `self` from batch to batch, for checkpoints: plain values, tensors, arrays."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`, in the driver, before the first batch of a run that is resumed."""
+        raise ValueError(f"{type(self).__name__} defines no load_state_dict, and the checkpoint has {', '.join(state)}")
+
     def rollout_level(self, inputs: Inputs) -> LossBatch:
         """Reward- and advantage-level quantities, computed once per rollout batch."""
         fields = dict(self.checked_advantages(inputs))

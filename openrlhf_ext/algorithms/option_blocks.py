@@ -7,9 +7,11 @@ each declared once by `option` (`openrlhf_ext.options`): annotation, default, me
 
 from __future__ import annotations
 
+import inspect
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
@@ -32,8 +34,27 @@ from openrlhf_ext.options.sections.rollout import PenaltyFormula
 logger = logging.getLogger(__name__)
 
 
+class NoOption(AttributeError):
+    """An option that a class of options has not; where that class stands is looked up when it is told."""
+
+    def __str__(self) -> str:
+        kind, module = type(self.obj), sys.modules[__name__]
+        blocks = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, Options)]
+        block = next((one.__name__ for one in blocks if self.name in vars(one).get("__annotations__", ())), None)
+        remedy = f"inherit {block}" if block else f"declare it, such as {self.name}: ... = {self.name}(DEFAULT)"
+        place = f"{inspect.getsourcefile(kind)}, line {inspect.getsourcelines(kind)[1]}"
+        return f"{kind.__name__} ({place}) has no option {self.name}, which is read here: {remedy} of {__name__}"
+
+
 class Options(Section):
     """Base of all options of methods. A null takes the default unless null is a value of the option."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                return super().__getattr__(name)
+            raise NoOption(name=name, obj=self)
 
     @model_validator(mode="before")
     @classmethod

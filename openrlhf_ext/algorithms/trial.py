@@ -5,32 +5,44 @@ Shape suffixes: B = completions, N = tokens of all completions.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Sequence
+import inspect
+import io
+import pickle
+import random
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms.base import Algorithm, LossBatch
 from openrlhf_ext.algorithms.batch import RolloutBatch, check_values
 
+_OURS = __name__.split(".")[0]
 _LENGTHS = (3, 5, 2, 7, 4, 1, 6, 2)  # of a group's completions
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 
 
-def try_algorithm(algorithm: Algorithm, group_size: int, absent: Sequence[str] = ()) -> str:
+def try_algorithm(
+    algorithm: Algorithm, group_size: int, absent: Sequence[str] = (), stored: Callable[[Any], Any] = copy.deepcopy
+) -> str:
     """Shape, loss and gradient of three groups, in float32 and float64; says what came out.
 
     Args:
         group_size: of the run; groups of more than eight are tried with eight.
         absent: tensors that the run has no source for.
+        stored: what becomes of a state in a checkpoint.
 
     Raises:
         ValueError: an advantage, the loss or a gradient is not finite, the losses of shares do not add up to that of
-            the mini-batch, or `advantages` changes what it is given.
+            the mini-batch, `advantages` changes what it is given, or what is kept from one batch to the next would be
+            lost: by a checkpoint, or because the loss writes it, on ranks.
         Exception: whatever the algorithm raises.
     """
+    before, fresh = _kept(algorithm), None if _has_no_state(algorithm) else copy.deepcopy(algorithm)
     for dtype in _TOLERANCE:
         batch = made_batch(min(group_size, len(_LENGTHS)), dtype)
         nothing: dict[str, Any] = dict.fromkeys(absent)
@@ -38,9 +50,98 @@ def try_algorithm(algorithm: Algorithm, group_size: int, absent: Sequence[str] =
         _check_changes_nothing(algorithm, batch)
         shaped = algorithm.shape(batch)
         check_values(f"{algorithm.name}.advantages", shaped.advantages, shaped.segments)
+        shaping = _kept(algorithm)
         loss = _loss(algorithm, batch, shaped)
+        if lost := _changed(shaping, _kept(algorithm)):
+            raise ValueError(
+                f"{algorithm.name}.loss or prepare changes {lost}, on a rank's copy of the algorithm, which is gone "
+                "after the step: change it in advantages, which runs in the driver"
+            )
+    if (changed := _changed(before, shaping)) or fresh is not None:
+        _check_state(algorithm, changed, fresh, batch, stored)
     least, most = torch.aminmax(shaped.advantages)
     return f"3 made groups of {len(batch.lengths) // 3}: advantages {least:.3g} to {most:.3g}, loss {loss:.3g}"
+
+
+# ---- what is kept from one batch to the next -------------------------------------------------------------------------
+
+
+def _has_no_state(algorithm: Algorithm) -> bool:
+    kind = type(algorithm)
+    return kind.state_dict is Algorithm.state_dict or kind.load_state_dict is Algorithm.load_state_dict
+
+
+def _check_state(
+    algorithm: Algorithm, changed: str, fresh: Algorithm | None, batch: RolloutBatch, stored: Callable[[Any], Any]
+) -> None:
+    """What changed is in the state of a checkpoint: with it another instance, ``fresh``, has the same advantages."""
+    rule = f"{algorithm.place} changes {changed}, which a run that is resumed would begin anew"
+    if outside := [name for name in changed.split(", ") if name and not name.startswith("self.")]:
+        raise ValueError(f"{rule}: keep {', '.join(outside)} in self, and return it from state_dict")
+    if fresh is None:
+        raise ValueError(
+            f"{rule}: define state_dict(self), which returns it for checkpoints, {{}} where nothing of it has to last, "
+            "and load_state_dict(self, state), which takes it (docs/algorithms.md, State of your own)"
+        )
+    if state := algorithm.state_dict():
+        fresh.load_state_dict(stored(state))
+    ours, theirs = (_drawn_alike(one, batch) for one in (algorithm, fresh))
+    if not torch.equal(ours, theirs):
+        raise ValueError(
+            f"{rule}: after load_state_dict(state_dict()) another instance has other advantages for the same batch; "
+            f"state_dict has {', '.join(state) or 'nothing'}"
+        )
+
+
+def _drawn_alike(algorithm: Algorithm, batch: RolloutBatch) -> Tensor:
+    """(N,) advantages, with the same random numbers each time, and without a trace in those of the process."""
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        advantages_N = algorithm.shape(batch).advantages
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    return advantages_N
+
+
+class _Bits(pickle.Pickler):
+    """Values as bytes that are the same where the values are; functions by their names."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return bytes, (value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(),)
+        return (str, (value.__qualname__,)) if inspect.isroutine(value) else NotImplemented
+
+
+def _bits(value: Any) -> bytes:
+    try:
+        _Bits(written := io.BytesIO()).dump(value)
+    except (pickle.PicklingError, TypeError, AttributeError):  # a lock, a file: by what it is, not what it holds
+        return repr(value).encode()
+    return written.getvalue()
+
+
+def _kept(algorithm: Algorithm) -> dict[str, bytes]:
+    """What lasts from one batch to the next, by name: in the instance, in classes of the user's, in their module."""
+    kinds = [kind for kind in type(algorithm).__mro__ if kind is not object and kind.__module__.split(".")[0] != _OURS]
+    places = {kind.__name__: vars(kind) for kind in kinds}
+    if kinds:
+        places[kinds[0].__module__] = inspect.unwrap(kinds[0].advantages).__globals__
+    shared = {
+        f"{place}.{name}": value for place, values in places.items() for name, value in values.items()
+        if not (name.startswith("_") or callable(value) or inspect.ismodule(value) or isinstance(value, property))
+    }  # fmt: skip
+    own = {f"self.{name}": value for name, value in vars(algorithm).items()}
+    return {name: _bits(value) for name, value in (own | shared).items()}
+
+
+def _changed(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str:
+    return ", ".join(name for name in {**before, **after} if before.get(name) != after.get(name))
+
+
+# ---- the trial -------------------------------------------------------------------------------------------------------
 
 
 def made_batch(group_size: int, dtype: torch.dtype) -> RolloutBatch:

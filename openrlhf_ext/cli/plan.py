@@ -38,10 +38,12 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     arguments, words = _parse(argv)
     from openrlhf_ext.tools.plan.search import PlanError, Planner
+    from openrlhf_ext.tools.plan.seconds import card
 
     try:
         config = _load(words)
-        planner = Planner(config, arguments.gpu, arguments.response_tokens, arguments.prompt_tokens)
+        gpu = card(arguments.gpu) or arguments.gpu
+        planner = Planner(config, gpu, arguments.response_tokens, arguments.prompt_tokens)
         gpus = arguments.gpus or planner.configured_gpus
         found = planner.candidates(gpus)
     except (ConfigError, InputError, PlanError) as error:
@@ -85,7 +87,7 @@ def _load(words: list[str]) -> RunConfig:
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = CommandParser("plan", (__doc__ or "").split("\n\n")[1], takes_run_options=True)
     parser.add_argument("--gpus", type=positive, help="GPUs, engines included (default: as many as configured)")
-    parser.add_argument("--gpu", default="H100", help="A100, H100 (default), H800, H200, H20 or B200")
+    parser.add_argument("--gpu", default="H100", help="A100, A100-40, H100 (default), H200, B200, ...")
     parser.add_argument("--response_tokens", type=positive, help="mean (default: 0.6 of rollout.max_new_tokens)")
     parser.add_argument(
         "--prompt_tokens", type=positive, help="mean (default: data.max_len - rollout.max_new_tokens, at most 512)"
@@ -106,6 +108,9 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
     yield from _head(planner, gpus)
     yield ""
     yield from _ranking(planner, found, gpus)
+    yield from _given(planner)
+    yield ""
+    yield from _levers(planner, best, gpus)
     yield ""
     yield from _memory(planner, best)
     yield ""
@@ -156,7 +161,25 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
     yield ("  PP: stages, and the layers of the first, one between and the last where they differ: the last holds the "
         f"head,\n  which in the first of these rows takes as long as {planner.head_layers(shown[0]):.1f} layers; "
         "tokens: of a micro-batch on one GPU;\n  engines: number x GPUs of each; share: of a GPU for its engine "
-        "(vllm.gpu_memory_utilization, searched\n  where none is set); now: the layout as configured")  # fmt: skip
+        f"(vllm.gpu_memory_utilization, searched\n  where none is set){'; now: the layout as configured' * len(own)}")
+
+
+def _given(planner: Planner) -> Iterator[str]:
+    """What became of sizes that the run gives, and of options that mean something else here."""
+    if planner.kept:
+        yield f"  kept, as given: {', '.join(f'{name} {value}' for name, value in planner.kept.items())}"
+    if replaced := [f"{name} {value}" for name, value in planner.replaced.items()]:
+        yield f"  not used, because plan chooses them unless the command line gives them: {', '.join(replaced)}"
+    yield from (f"  - {line}" for line in planner.config.warnings if not line.startswith(("eval.", "data.", "logger.")))
+
+
+def _levers(planner: Planner, best: Candidate, gpus: int) -> Iterator[str]:
+    now = "nothing fits" if best.seconds is None else f"{best.seconds.step:.0f} s"
+    yield f"what may help, by a coarse search of each: plan with it for its best layout (now: {now}):"
+    found = planner.levers(gpus, best.policy.training.layout.context_parallel_size)
+    for what, one in sorted(found, key=lambda pair: (pair[1].seconds.step if pair[1].seconds else 1e9, pair[1].short)):
+        said = f"lacks {one.short / _GIB:.1f} GiB" if one.seconds is None else f"fits, {one.seconds.step:.0f} s a step"
+        yield f"  {said:<20}  {what}"
 
 
 def _row(candidate: Candidate) -> tuple[str, ...]:
@@ -224,7 +247,7 @@ def _parts(parts: Mapping[str, int]) -> Iterator[str]:
 
 
 def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> str:
-    from openrlhf_ext.tools.plan.search import SHARE, SHARING, binding
+    from openrlhf_ext.tools.plan.search import SHARE, binding
 
     lines = [f"nothing fits on {gpus} {planner.gpu_name} of {planner.clock.gpu.memory / _GIB:.1f} GiB"]
     if found:
@@ -237,17 +260,15 @@ def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> st
             "no layout of so many GPUs keeps the rules of the configuration: use whole nodes, or another number"
             if shared or gpus > 1 else "policy and engines need a GPU each unless they share them (train.colocate_all)"
         )  # fmt: skip
-    sharing = planner.sharing()
-    enough, enough_shared = planner.fewest_gpus(), sharing.fewest_gpus()
-    if enough:
+    if enough := planner.fewest_gpus():
         lines.append(f"the fewest {planner.gpu_name} that would do: {enough}")
     else:
         fixed = planner.config.vllm.gpu_memory_utilization is not None
         share = f"leave {SHARE} out, so that plan chooses it, " if fixed else ""
         lines.append(f"more GPUs alone do not help: {share}shorten data.max_len, or use GPUs with more memory (--gpu)")
-    if enough_shared and (enough is None or enough_shared < enough):
-        words = " ".join(f"--{name}" for name in SHARING)
-        lines.append(f"with policy and engines on the same GPUs ({words}): {enough_shared}")
+    lines += _given(planner)
+    if found:
+        lines += _levers(planner, found[0], gpus)
     return "\n".join(lines)
 
 

@@ -12,7 +12,15 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from openrlhf_ext.config import ConfigError, Findings, RunConfig, format_config, load_config, placement_table
+from openrlhf_ext.config import (
+    ConfigError,
+    Findings,
+    RunConfig,
+    Violation,
+    format_config,
+    load_config,
+    placement_table,
+)
 from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.driver import guard, preflight
 from openrlhf_ext.inputs import InputError
@@ -21,8 +29,8 @@ from openrlhf_ext.reporting import TerminalHandler
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0; 1 if the run failed; 2 if the configuration is wrong; 130 after Ctrl-C, 143 after SIGTERM, 129 after
-    SIGHUP; 128 + n if signal n killed the driver, 137 also if it had to be ended."""
+    """0; 1 if the run failed; 2 if the configuration is wrong; 3 if a dry run cannot say that it is right; 130 after
+    Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; 128 + n if signal n killed the driver, 137 also if it had to be ended."""
     # read when tqdm, Ray and torch are first used, so set before
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # a step's host tensors take larger, fewer pages
@@ -56,13 +64,27 @@ def start(argv: list[str]) -> int:
     if not config.logger.verbose:
         warnings.simplefilter("ignore")  # those of the libraries; ours are log records
     if config.dry_run:  # shows the warnings itself
-        return dry_run(config, preflight.try_user_code(config))
+        return dry_run(config, *tried(config))
     for warning in config.warnings:
         logging.getLogger("openrlhf_ext").warning(warning)
     if config.dry_run_json:
-        preflight.try_user_code(config)
-        return dry_run_json(config)
+        return dry_run_json(config, *tried(config))
     return guard.run(config, train)
+
+
+def tried(config: RunConfig) -> tuple[list[preflight.Tried], list[str]]:
+    """What came out of the user's own files, and what a run that goes on says. Raises ConfigError: lists all faults."""
+    trials: list[preflight.Tried] = []
+    lines: list[str] = []
+    faults: list[Violation] = []
+    for found, trial in ((trials, preflight.try_user_code), (lines, preflight.check_resume)):
+        try:
+            found += trial(config)
+        except ConfigError as error:
+            faults += error.violations
+    if faults:
+        raise ConfigError(faults)
+    return trials, lines
 
 
 def findings(config: RunConfig) -> Findings:
@@ -87,11 +109,12 @@ def train(config: RunConfig, watched: guard.Guard, restart: int) -> int:
     return _reporting_faults(lambda: run(config, watched, restart, laid_out))
 
 
-def dry_run(config: RunConfig, trials: Sequence[preflight.Tried] = ()) -> int:
+def dry_run(config: RunConfig, trials: Sequence[preflight.Tried] = (), resumption: Sequence[str] = ()) -> int:
     """Prints whether the run would start, memory and warnings; then places and their proof; then the configuration.
 
-    Returns 2 if the model cannot be laid out as configured, or does not fit on the GPUs of this machine. ``trials``:
-    what came out of the user's own files.
+    ``trials``: what came out of the user's own files; ``resumption``: what a run that goes on says. Returns 2 if the
+    model cannot be laid out as configured, or does not fit on the GPUs of this machine; 3 if that cannot be said: a
+    model or data is not here, or a file of the user's raised.
     """
     from openrlhf_ext.imports import without_collection
     from openrlhf_ext.patches import apply
@@ -108,22 +131,27 @@ def dry_run(config: RunConfig, trials: Sequence[preflight.Tried] = ()) -> int:
         return 2
     found = verdict(config)
     warned = [f"  - {warning}" for warning in config.warnings]
-    tried = [redact(str(trial)) for trial in trials]
-    text = "; ".join([found.text, *(f"{trial.option} raised in its trial" for trial in trials if trial.raised)])
-    print("\n".join([text, *found.details, *tried, *(["warnings:", *warned] if warned else []), ""]))
+    unknown = [f"{name}, which is not on this machine" for name in preflight.unseen_inputs(config)]
+    unknown += [f"{trial.option} raised in its trial" for trial in trials if trial.raised]
+    text = f"cannot say: {'; '.join(unknown)}" if unknown and found.starts else found.text
+    lines = [*found.details, *resumption, *(redact(str(trial)) for trial in trials)]
+    print("\n".join([redact(text), *lines, *(["warnings:", *warned] if warned else []), ""]))
     print(placement_table(config))
     print("\n".join(proofs))
-    print(f"the configuration as it was resolved:\n\n{format_config(config)}\n{text}")
-    return 0 if found.starts else 2
+    print(f"the configuration as it was resolved:\n\n{format_config(config)}\n{redact(text)}")
+    return 2 if not found.starts else 3 if unknown else 0
 
 
-def dry_run_json(config: RunConfig) -> int:
-    """The same checks; prints what the first event of the run would say, for programs. Exit codes as ``dry_run``."""
+def dry_run_json(
+    config: RunConfig, trials: Sequence[preflight.Tried] = (), resumption: Sequence[str] = ()
+) -> int:
+    """The same checks and exit codes; unless the run would not start, prints what its first event would say, for
+    programs."""
     from openrlhf_ext.driver.about import about_run
 
     with contextlib.redirect_stdout(io.StringIO()):
-        status = dry_run(config)
-    if status == 0:
+        status = dry_run(config, trials, resumption)
+    if status != 2:
         print(json.dumps(about_run(config)))
     return status
 

@@ -21,11 +21,12 @@ from typing import Any
 from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.config import ConfigError, RunConfig, Violation
 from openrlhf_ext.config.files import downloaded
-from openrlhf_ext.config.sft import SupervisedConfig, load_supervised
+from openrlhf_ext.config.sft import SupervisedConfig, in_own_names, load_supervised
 from openrlhf_ext.config.show import format_options
 from openrlhf_ext.inputs import InputError
+from openrlhf_ext.redaction import redact
 from openrlhf_ext.reporting import EventLog, TerminalHandler
-from openrlhf_ext.run.checkpoints import own_folders
+from openrlhf_ext.run.checkpoints import check_resume, own_folders
 from openrlhf_ext.run.ending import INTERRUPTED, listened, report_interruption
 
 logger = logging.getLogger(__name__)
@@ -186,23 +187,34 @@ def run(config: SupervisedConfig) -> int:
 
 
 def dry_run(config: SupervisedConfig) -> int:
-    """Prints warnings, the ranks and their proof, and the configuration; 2 if the model cannot be laid out so."""
+    """Prints warnings, the ranks and their proof, and the configuration; 2 if the model cannot be laid out so, 3 if a
+    model or data that is not here leaves it open. Raises ConfigError: lists what going on would refuse."""
     from openrlhf_ext.cli.train_ppo_ray import layout_proofs
+    from openrlhf_ext.driver.preflight import trained_models, unseen_inputs
     from openrlhf_ext.imports import without_collection
     from openrlhf_ext.patches import apply
 
     apply()
     with without_collection():
+        from openrlhf_ext.sft.data import fingerprint, read_examples
         from openrlhf_ext.tools.plan.layout_proof import LayoutProofError
 
+    def examples() -> dict[str, str]:
+        there = config.data.dataset is not None and not unseen_inputs(config.policy)
+        return {"examples": fingerprint(read_examples(config)[0])} if there else {}
+
+    resumption = check_resume(config, {"model": trained_models(config.policy)["policy"]}, examples)
     try:
         proofs = [*layout_proofs(config.policy)]
     except (LayoutProofError, InputError) as error:
         print(f"would not start: the model cannot be laid out as configured\n{error}", file=sys.stderr)
         return 2
-    print("\n".join(["would start", *(f"  - {warning}" for warning in config.warnings), "", *proofs]))
+    unseen = [*map(in_own_names, unseen_inputs(config.policy))]
+    text = f"cannot say: {'; '.join(unseen)}: not on this machine" if unseen else "would start"
+    lines = [*resumption, *(f"  - {warning}" for warning in config.warnings)]
+    print("\n".join([redact(text), *lines, "", *proofs]))
     print(f"the configuration as it was resolved:\n\n{format_options(config)}")
-    return 0
+    return 3 if unseen else 0
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ _CALLED = {
 Rule = Callable[[RunConfig], Iterator[Violation]]
 
 
-def _here(text: str) -> str:
+def in_own_names(text: str) -> str:
     for theirs, ours in _CALLED.items():
         text = text.replace(theirs, ours)
     return text
@@ -204,7 +204,7 @@ def _violations(config: SupervisedConfig, more: Rule | None) -> Iterator[Violati
     of_policy = (found for rule in rules for found in rule(policy))
     yield from _answers(config)
     for found in (*of_policy, *_datasets(config)):
-        yield Violation(tuple(map(_here, found.options)), _here(found.message))
+        yield Violation(tuple(map(in_own_names, found.options)), in_own_names(found.message))
 
 
 def _datasets(config: SupervisedConfig) -> Iterator[Violation]:

@@ -9,11 +9,13 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from openrlhf_ext.compat import DriverStrategy, PromptDataset, blending_datasets
+from openrlhf_ext.compat import DriverStrategy, PromptDataset, blending_datasets, get_tokenizer
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.files import Wanted, require_records
+from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver.evaluation import HeldOut
 from openrlhf_ext.driver.rollouts import all_prompts
+from openrlhf_ext.driver.settings import policy_path
 from openrlhf_ext.inputs import InputError, reading, require_one_beginning
 from openrlhf_ext.options import required
 
@@ -97,6 +99,12 @@ def _keep(dataset: PromptDataset, rows: Sequence[int]) -> PromptDataset:
         values = getattr(dataset, name)
         setattr(dataset, name, [values[i] for i in rows])
     return dataset
+
+
+def open_tokenizer(config: RunConfig) -> tuple[DriverStrategy, Any]:
+    """What OpenRLHF's data sets are read with: its options, and the policy's tokenizer."""
+    strategy, path = DriverStrategy(upstream_args(config)), policy_path(config)
+    return strategy, get_tokenizer(path, None, "left", strategy, use_fast=not config.data.disable_fast_tokenizer)
 
 
 def load_data(config: RunConfig, strategy: DriverStrategy, tokenizer: Any) -> tuple[PromptData, list[PromptData]]:

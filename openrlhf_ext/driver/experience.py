@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ from openrlhf_ext.rollout.response import Response, graded
 
 if TYPE_CHECKING:
     from openrlhf_ext.driver.placement import RankGroup
+
+logger = logging.getLogger(__name__)
 
 Get = Callable[[list], list]
 """Waits for Ray calls with the deadline of the phase: ``Deadline.get``."""
@@ -118,8 +121,9 @@ class ExperienceMaker:
             rollout = dataclasses.replace(rollout, old_logprobs=_of_engines(rollout))
         if self.engine_entropies:
             rollout = dataclasses.replace(rollout, entropies=_engine_entropies(samples))
-        algorithm = self.algorithm if self.kl is None else self.algorithm.with_kl_coef(self.kl.value)
-        shaped = algorithm.shape(rollout)
+        if self.kl is not None:  # a copy, which keeps what the method keeps in itself
+            self.algorithm = self.algorithm.with_kl_coef(self.kl.value)
+        shaped = self.algorithm.shape(rollout)
         metrics = reward_metrics(samples) | staleness_metrics(samples, version)
         metrics |= guide_gauges(samples) if self.guide is not None else {}
         metrics |= self.critic.take(batch, shaped) if self.critic is not None else {}
@@ -172,14 +176,19 @@ class ExperienceMaker:
         return shards
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run has to know: how many batches were made, the KL coefficient."""
-        return {"batches": self.batches, "kl": self.kl.state_dict() if self.kl is not None else None}
+        """What a resumed run has to know: how many batches were made, the KL coefficient, what the method keeps."""
+        kl = self.kl.state_dict() if self.kl is not None else None
+        return {"batches": self.batches, "kl": kl, "algorithm": self.algorithm.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state."""
         self.batches = state["batches"]
         if self.kl is not None and state["kl"] is not None:
             self.kl.load_state_dict(state["kl"])
+        if kept := state.get("algorithm"):  # earlier releases kept nothing
+            self.algorithm.load_state_dict(kept)
+        elif self.algorithm.state_dict():
+            logger.warning("the checkpoint holds no state of %s, which begins anew", self.algorithm.name)
 
     def _start_scores(self, batch: SequenceBatch) -> dict[str, PendingScores]:
         """Starts what other models say of the tokens; on ranks of their own they work while the policy does."""

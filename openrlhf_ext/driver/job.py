@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ import torch
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import algorithm_name, engine_entropies, initial_entropy_prompts, old_logprobs
 from openrlhf_ext.config.files import downloaded
-from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.driver.about import about_run, results, write_card
 from openrlhf_ext.driver.cluster import RaySession
@@ -28,7 +26,7 @@ from openrlhf_ext.driver.experience import ExperienceMaker
 from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepProfiler
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.loop import TrainingLoop
-from openrlhf_ext.driver.preflight import try_user_code
+from openrlhf_ext.driver.preflight import library_chatter, try_user_code
 from openrlhf_ext.driver.processes import (
     GUIDE_ENGINE,
     AuxiliaryModels,
@@ -93,6 +91,8 @@ def run(config: RunConfig, guard: Guard, restart: int = 0, lay_out: LayOut | Non
     preflight.check_hub_data(config)
     for tried in try_user_code(config):
         logger.log(logging.WARNING if tried.raised else logging.INFO, "%s", tried)
+    if not restart:
+        preflight.check_resume(config)
     events = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("events.jsonl")
     with EventLog(events, goes_on=config.ckpt.load_enable or restart > 0) as log:
         guard.events = log
@@ -207,11 +207,8 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
             policy = start_policy(config, places)
             auxiliary = AuxiliaryModels.start(config, start, places)
             with without_collection():
-                from openrlhf_ext.driver.data import load_data  # takes long: the others start meanwhile
-            strategy = compat.DriverStrategy(upstream_args(config))
-            tokenizer = compat.get_tokenizer(
-                policy_path(config), None, "left", strategy, use_fast=not config.data.disable_fast_tokenizer
-            )
+                from openrlhf_ext.driver.data import load_data, open_tokenizer  # takes long: the others start meanwhile
+            strategy, tokenizer = open_tokenizer(config)
             prompts, held_out = load_data(config, strategy, tokenizer)
         steps = training_steps(config, len(prompts))
         check_frozen_steps(config, steps)
@@ -395,13 +392,3 @@ def with_local_model(config: RunConfig, lay_out: LayOut | None = None) -> RunCon
         config = config if lay_out is None else lay_out(config)
         preflight.check_downloaded(config)
     return config
-
-
-@contextmanager
-def library_chatter(shown: bool) -> Iterator[None]:
-    """Keeps what libraries print (not what they log) from the terminal."""
-    if shown:
-        yield
-        return
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        yield

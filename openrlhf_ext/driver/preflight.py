@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import glob
+import io
 import logging
 import os
 import re
@@ -12,9 +12,12 @@ import shutil
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from openrlhf_ext.checkpoints.files import plain_copy
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation
 from openrlhf_ext.config.estimator import algorithm_name, algorithm_options, engine_entropies, flag_options
 from openrlhf_ext.config.files import (
@@ -24,15 +27,19 @@ from openrlhf_ext.config.files import (
     has_weights,
     inputs_of,
     is_hub_name,
+    model_folder,
     tokenizer_fault,
 )
 from openrlhf_ext.config.model_rules import model_violations
 from openrlhf_ext.config.rules import RESERVED_KEYS
 from openrlhf_ext.inputs import InputError, reading
+from openrlhf_ext.megatron.layers.lora import adapters_of
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
+from openrlhf_ext.megatron.settings import layer_converters
 from openrlhf_ext.options import Fault, no_effect, read, value_of
 from openrlhf_ext.options.sections.algo import CUSTOM
 from openrlhf_ext.rewards.grading import RewardError, RewardFailureLimit, RewardImportError, RewardInvalid
+from openrlhf_ext.run import checkpoints
 from openrlhf_ext.user_code import time_limit, told, users_part
 
 logger = logging.getLogger(__name__)
@@ -41,6 +48,7 @@ COMPLETION = "0"
 """What a reward function and an agent are given as the model's words."""
 _SHARED, _SHARED_MIB = "/dev/shm", 4  # a run of one rank and one engine starts with 8 MiB and 256 open files, and does
 _OPEN_FILES = 192  # not with none and 64
+_DATA = ("data.prompt_dataset", "eval.dataset")
 _ALGORITHM_S = 60.0
 _SLOW_S = 5.0
 _REWARD_S = 30.0  # however long a grading may take: nobody should wait longer for a trial
@@ -78,7 +86,7 @@ def check_hub_data(config: RunConfig) -> None:
     from datasets import load_dataset_builder
 
     violations = []
-    for option in ("data.prompt_dataset", "eval.dataset"):
+    for option in _DATA:
         for ref in filter(lambda ref: is_hub_name(ref.path), dataset_refs(inputs_of(config, option))):
             try:
                 with reading(ref.path, "from the hub"):
@@ -86,6 +94,60 @@ def check_hub_data(config: RunConfig) -> None:
             except InputError as error:
                 violations.append(Violation((option,), f"{option}: {error}; give a file, or download it first"))
     _require(violations)
+
+
+def check_resume(config: RunConfig) -> list[str]:
+    """What a run that goes on says of that. Raises ConfigError: lists what it would refuse, as far as files tell."""
+
+    def prompts() -> dict[str, str]:
+        there = os.path.isdir(config.actor.model_name_or_path or "") and config.data.prompt_dataset is not None
+        if not there or unseen_inputs(config):
+            return {}
+        from openrlhf_ext.compat import quiet_upstream_logs
+        from openrlhf_ext.driver.data import load_data, open_tokenizer
+
+        if not config.logger.verbose:
+            quiet_upstream_logs()
+        with library_chatter(shown=config.logger.verbose):
+            strategy, tokenizer = open_tokenizer(config)
+            return {"prompts": load_data(config, strategy, tokenizer)[0].fingerprint}
+
+    return checkpoints.check_resume(config, trained_models(config), prompts)
+
+
+def unseen_inputs(config: RunConfig) -> list[str]:
+    """Hub names of models and data sets of which nothing is on this machine, with their options."""
+    models = [(option, str(value_of(config, option) or "")) for option in config.model_options]
+    inputs = [(name, ref.path) for name in _DATA for ref in dataset_refs(inputs_of(config, name))]
+    unseen = [(option, name) for option, name in models if name and model_folder(name) is None]
+    return [f"{option} {name}" for option, name in (*unseen, *(one for one in inputs if is_hub_name(one[1])))]
+
+
+def trained_models(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """What a checkpoint has to say of policy and critic to be theirs (``model_faults``), nothing of one not here."""
+    policy = config.actor.model_name_or_path or ""
+    critic = config.critic_model or policy
+    models: dict[str, dict[str, Any]] = {"policy": {}}
+    if os.path.isdir(policy):
+        shape = read_model_shape(policy)
+        models["policy"] = {"shape": asdict(shape), "param_dtype": config.megatron.param_dtype}
+        if (lora := adapters_of(layer_converters(config, shape.family))) is not None:
+            models["policy"]["adapters"] = lora.adapter.options
+    if config.has_critic:
+        shape = read_value_shape(critic, config.ds.value_head_prefix) if os.path.isdir(critic) else None
+        there = {"shape": asdict(shape), "param_dtype": config.critic_megatron.param_dtype} if shape else {}
+        models["critic"] = there
+    return models
+
+
+@contextmanager
+def library_chatter(shown: bool) -> Iterator[None]:
+    """Keeps what libraries print (not what they log) from the terminal."""
+    if shown:
+        yield
+        return
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield
 
 
 # ---- the estimator -----------------------------------------------------------------------------------------------
@@ -322,7 +384,7 @@ def guide_violations(config: RunConfig) -> Iterator[Violation]:
     if not config.has_guide or config.guide_ranks or len([*filter(os.path.isdir, folders)]) < 2:
         return
     try:
-        guide, policy = (dataclasses.asdict(read_model_shape(folder)) for folder in folders)
+        guide, policy = (asdict(read_model_shape(folder)) for folder in folders)
     except InputError:
         return  # reported by other rules
     names = [name for name in guide if guide[name] != policy[name] and name != "max_positions"]
@@ -431,7 +493,7 @@ def _try_algorithm(config: RunConfig, _: _First) -> str | None:
     try:
         with time_limit(_ALGORITHM_S, "the trial of the algorithm on a made batch"):
             algorithm = get_algorithm(name, correction=correction, warn=False, **options)
-            return f"{name}, {try_algorithm(algorithm, config.rollout.n_samples_per_prompt, absent)}"
+            return f"{name}, {try_algorithm(algorithm, config.rollout.n_samples_per_prompt, absent, plain_copy)}"
     except Exception as error:
         none = f"\n(with these options inputs.batch has no {', '.join(absent)}: they are None)" if absent else ""
         hint = none if "NoneType" in str(error) else ""

@@ -42,6 +42,7 @@ from openrlhf_ext.checkpoints import (
     write_pieces,
 )
 from openrlhf_ext.checkpoints.files import read_plain, write_plain
+from openrlhf_ext.checkpoints.model_state import STATE, model_faults
 from openrlhf_ext.checkpoints.tensors import TYPE_NAMES
 from openrlhf_ext.megatron.distributed import random_states, set_random_states
 from openrlhf_ext.megatron.layers import LayerConverter
@@ -54,7 +55,6 @@ from openrlhf_ext.megatron.watchdog import wait_for_all
 logger = logging.getLogger(__name__)
 
 INDEX = "index.json"
-STATE = "state.json"
 _AVERAGE = "average"
 
 
@@ -244,10 +244,8 @@ def take_snapshot(model: MegatronModel, extra: dict[str, Any] | None = None, *, 
     dist.gather_object(files, everyone)
     index = TensorIndex.build(entry for part in everyone for entry in part) if everyone is not None else None
     state = {
-        **adapter_state(model),
+        **_described(model),
         "layout": asdict(model.settings.layout),
-        "shape": asdict(model.shape),
-        "param_dtype": model.settings.megatron.param_dtype,
         "optimizer_step": optimizer_step(model.optimizer),
         "scheduler_steps": model.scheduler.num_steps if model.scheduler is not None else 0,
         "extra": extra or {},
@@ -310,11 +308,11 @@ def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
     :func:`take_snapshot`. Raises CheckpointError, on every rank: another model or type, or unreadable.
     """
     problem, asked, state = None, set(), {}
-    adapters = adapter_state(model)
+    ours = _described(model)
     try:
         state = read_plain(folder / STATE)
-        _check_model(model, state, folder)
-        _check_adapters(adapters, state, folder)
+        if faults := [*model_faults(folder, state, ours)]:
+            raise CheckpointError("; ".join(faults))
         index = TensorIndex.read(folder / INDEX)
         reader = TensorReader(folder, index)
         asked = _load_tensors(model, reader) | _load_average(model, reader) | _load_converters(model, reader)
@@ -404,41 +402,12 @@ def _load_steps(model: MegatronModel, state: dict[str, Any]) -> None:
         model.scheduler.step(0)  # the present schedule's rate at that step
 
 
-def _check_model(model: MegatronModel, state: dict[str, Any], folder: Path) -> None:
-    ours = asdict(model.shape)
-    different = [f"{k} {v!r}, the model has {ours.get(k)!r}" for k, v in state["shape"].items() if ours.get(k) != v]
-    if different:
-        raise CheckpointError(f"{folder} is of another model: {'; '.join(different)}")
-    dtype = model.settings.megatron.param_dtype
-    if state["param_dtype"] != dtype:
-        raise CheckpointError(
-            f"{folder} holds {state['param_dtype']} parameters, megatron.param_dtype is {dtype}: "
-            "resume with the type of the run that wrote it"
-        )
-
-
-def adapter_state(model: MegatronModel) -> dict[str, Any]:
-    """What has to be the same for adapters to be trained on; nothing of a model without. A collective."""
+def _described(model: MegatronModel) -> dict[str, Any]:
+    """What has to be the same for a model to go on from a checkpoint. A collective."""
+    same = {"shape": asdict(model.shape), "param_dtype": model.settings.megatron.param_dtype}
     if model.lora is None:
-        return {}
-    adapter = model.lora.adapter
-    return {"adapters": {
-        "ds.lora.rank": adapter.rank, "ds.lora.alpha": adapter.alpha, "ds.lora.target_modules": list(adapter.targets),
-        "weights of the base": model.base_fingerprint(),
-    }}  # fmt: skip
-
-
-def _check_adapters(ours: dict[str, Any], state: dict[str, Any], folder: Path) -> None:
-    here, there = ours.get("adapters"), state.get("adapters")
-    if (here is None) != (there is None):
-        what = "whole weights, this run trains adapters" if there is None else "adapters, this run trains whole weights"
-        raise CheckpointError(f"{folder} holds {what}: resume with the ds.lora.rank of the run that wrote it")
-    if here and there and (other := [f"{name} {there[name]}, here {here[name]}" for name in here
-                                     if there[name] != here[name]]):  # fmt: skip
-        raise CheckpointError(
-            f"{folder} holds adapters of another run: {'; '.join(other)}: resume with the base (ds.lora.* and "
-            "actor.model_name_or_path) of the run that wrote it"
-        )
+        return same
+    return same | {"adapters": {**model.lora.adapter.options, "weights of the base": model.base_fingerprint()}}
 
 
 # ---- random states --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import safetensors.numpy
 
-from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, read_manifest, write_file
+from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, check_files, read_manifest, write_file
 from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files, read_plain, write_plain
+from openrlhf_ext.checkpoints.model_state import STATE, model_faults
 from openrlhf_ext.checkpoints.store import MANIFEST, best_content, best_of, step_of
 from openrlhf_ext.config import ConfigError, RunConfig, format_config, value_of
 from openrlhf_ext.config.show import format_options
-from openrlhf_ext.inputs import MAP, TEXT, InputError, check, reading
+from openrlhf_ext.inputs import MAP, InputError, check, reading
 from openrlhf_ext.locks import FolderLock, LockError, check_held, displaced
 from openrlhf_ext.megatron.model.hf_files import finish_interrupted, set_aside_hf
 from openrlhf_ext.options import Violation
@@ -45,6 +46,8 @@ GROUPS = "groups.safetensors"
 CONFIG = "config.yaml"
 # options whose change between two parts of a run says nothing about the training
 _IMMATERIAL = ("ckpt.", "logger.", "profile.", "dry_run", "strict", "train.max_restarts", "train.step_timeout_s")
+
+_READ_BYTES = 64 << 20  # of files whose checksums are compared before ranks, which share the reading, are there
 
 Arrays = dict[str, np.ndarray]
 State = tuple[dict[str, Any], Arrays]
@@ -310,12 +313,11 @@ def plain_options(config: Configuration) -> dict[str, str]:
     return {name: redact(repr(value_of(config, name))) for name in names}
 
 
-def report_changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Logs the options that differ from those of the run that wrote the checkpoint."""
+def changed_options(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The options that differ from those of the run that wrote the checkpoint, with both values."""
     before = {name: redact(value) for name, value in before.items()}  # an earlier release wrote passwords down
     names = [n for n in sorted(now) if before.get(n) not in (None, now[n]) and not n.startswith(_IMMATERIAL)]
-    for name in names:
-        logger.warning("resuming with another %s: %s, it was %s", name, now[name], before[name])
+    return [f"{name}: {now[name]}, it was {before[name]}" for name in names]
 
 
 def _versions() -> dict[str, str]:
@@ -376,26 +378,20 @@ def _restored(
 ) -> Resumed | None:
     store = checkpoint_store(config)
     if not store.checkpoints():
-        logger.info("no checkpoint in %s yet: the run starts from the beginning", store.folder)
-        for folder in sorted({path.parent for path in store.folder.glob("superseded.*/global_step*")}):
-            logger.warning("checkpoints of an earlier run are in %s: to go on from them, move them back", folder)
+        lines = [*_without_checkpoint(store)]
+        for line in lines:
+            logger.log(logging.WARNING if len(lines) > 1 else logging.INFO, line)
         return None
     folder = find_good(store, next(iter(groups.values())), timeout_s, fallback=config.ckpt.fallback_enable)
-    if not (folder / GROUPS).is_file():
-        raise CheckpointError(
-            f"{folder} holds no {GROUPS}: it was written by an earlier release, whose place in the data means nothing "
-            "to this one. Start a new run from weights in Hugging Face form (ckpt.save_hf, ckpt.output_dir)"
-        )
-    state = check(
-        read_plain(folder / CONTROLLER), str(folder / CONTROLLER), {"options": MAP, **dict.fromkeys(data, TEXT)}
-    )
+    state = _read_state(folder)
+    changed = changed_options(state["options"], plain_options(config))
+    if faults := [*_state_faults(folder, state, data, groups, changed)]:
+        raise CheckpointError("\n".join(faults))
     about = check(read_manifest(folder).about, str(folder / MANIFEST), {}, {"versions": MAP})
     report_other_code(about.get("versions", {}))
-    check_data(folder, state, data)
-    report_changed_options(state["options"], plain_options(config))
+    for line in changed:
+        logger.warning("resuming with another %s", line)
     for name, call in groups.items():
-        if not (folder / name).is_dir():
-            raise CheckpointError(f"{folder} holds no {name}: it was written by a run without one")
         call("load_state", timeout_s, folder=str(folder), name=name)
     store.recover_best(folder)
     with reading(folder / GROUPS, "as safetensors"):
@@ -431,11 +427,76 @@ def _problems(folder: Path, call: Call, timeout_s: float) -> list[str]:
     return [problem for part in call("check_checkpoint", timeout_s, folder=str(folder)) for problem in part]
 
 
-def check_data(folder: Path, state: Mapping[str, Any], data: Mapping[str, str]) -> None:
-    """Refuses a checkpoint whose run had other data. Raises CheckpointError: it had."""
-    if other := [what for what, fingerprint in data.items() if state[what] != fingerprint]:
+def _read_state(folder: Path) -> dict[str, Any]:
+    if not (folder / GROUPS).is_file():
         raise CheckpointError(
+            f"{folder} holds no {GROUPS}: it was written by an earlier release, whose place in the data means nothing "
+            "to this one. Start a new run from weights in Hugging Face form (ckpt.save_hf, ckpt.output_dir)"
+        )
+    return read_plain(folder / CONTROLLER)
+
+
+def _state_faults(
+    folder: Path, state: Mapping[str, Any], data: Mapping[str, str], groups: Iterable[str], changed: Sequence[str]
+) -> Iterator[str]:
+    """Why a run with these ``groups``, ``data`` and ``changed_options`` cannot go on from a checkpoint."""
+    of_data = [line for line in changed if line.startswith("data.")]
+    if other := [what for what, fingerprint in data.items() if state.get(what) != fingerprint]:
+        yield (
             f"{folder} was written by a run with other {other[0]}: the place in the data that it holds means nothing "
             "for these. Resume with the same data.* options and unchanged files, or start a new run from its weights "
-            "with another ckpt.path"
+            f"with another ckpt.path{''.join(f'; {line}' for line in of_data)}"
         )
+    if workers := [line for line in of_data if line.startswith("data.dataloader_num_workers")]:
+        yield f"{folder} holds the place of a loader with other workers ({workers[0]}): resume with as many"
+    for name in groups:
+        if not (folder / name).is_dir():
+            yield f"{folder} holds no {name}: it was written by a run without one"
+
+
+def check_resume(
+    config: RunConfig | SupervisedConfig, models: Mapping[str, Mapping[str, Any]], read: Callable[[], Mapping[str, str]]
+) -> list[str]:
+    """What going on comes to, as lines, before anything has started: by files alone, of which large ones are not read.
+
+    ``models``: what a checkpoint has to say of each that is trained (``model_faults``), empty for one that is not here;
+    ``read``: makes ``data`` as of ``Checkpointer``, empty where it is not here. Raises ConfigError: lists everything
+    that going on would refuse.
+    """
+    store = checkpoint_store(config)
+    if not config.ckpt.load_enable or not store.checkpoints():
+        return [*_without_checkpoint(store)] if config.ckpt.load_enable else []
+    faults, folder, changed, data = [], store.checkpoints()[-1], [], {}
+    try:
+        data = read()
+    except (InputError, ValueError) as error:
+        faults.append(str(error))
+    try:
+        folder = find_good(store, _check_here, 0.0, fallback=config.ckpt.fallback_enable)
+    except CheckpointError as error:
+        faults.append(str(error))
+    try:
+        state = _read_state(folder)
+        changed = changed_options(state["options"], plain_options(config))
+        faults += _state_faults(folder, state, data, models, changed)
+        for path, ours in ((folder / name, ours) for name, ours in models.items() if ours):
+            faults += model_faults(path, read_plain(path / STATE), ours) if path.is_dir() else ()
+    except CheckpointError as error:
+        faults.append(str(error))
+    if faults:
+        option = "ckpt.load_enable"
+        raise ConfigError([Violation((option,), f"{option}: {fault}") for fault in faults])
+    unseen = [*(name for name, ours in models.items() if not ours), *([] if data else ["data"])]
+    unknown = [f"not compared, it is not on this machine: {name}" for name in unseen]
+    return [f"goes on from {folder}", *(f"with another {line}" for line in changed), *unknown]
+
+
+def _check_here(_: str, __: float, *, folder: str) -> list[list[str]]:
+    """``check_checkpoint`` without ranks."""
+    return [check_files(Path(folder), read_manifest(Path(folder)).files, _READ_BYTES)]
+
+
+def _without_checkpoint(store: CheckpointStore) -> Iterator[str]:
+    yield f"no checkpoint in {store.folder} yet: the run starts from the beginning"
+    for folder in sorted({path.parent for path in store.folder.glob("superseded.*/global_step*")}):
+        yield f"checkpoints of an earlier run are in {folder}: to go on from them, move them back"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,14 +21,17 @@ from openrlhf_ext.algorithms import (
     describe_options,
     get_algorithm,
     methods,
+    option,
     register_algorithm,
     registry,
 )
 from openrlhf_ext.algorithms.__main__ import attributes, tables
 from openrlhf_ext.algorithms.groups import Groups, Partition
 from openrlhf_ext.algorithms.methods.grpo import Grpo, GrpoOptions
+from openrlhf_ext.algorithms.option_blocks import NoOption, Options, PartitionOptions, TruncationOptions
 from openrlhf_ext.algorithms.registry import algorithm_of_file, with_published_values
 from openrlhf_ext.algorithms.trial import try_algorithm
+from openrlhf_ext.checkpoints.files import plain_copy
 from openrlhf_ext.user_code import told
 from tests.algorithms.helpers import random_groups, to_batch
 from tests.algorithms.test_batch import simple_batch
@@ -223,6 +228,122 @@ class NeedsReference(Grpo):
 def test_what_would_go_wrong_in_a_run_goes_wrong_in_the_trial(kind, error, says):
     with pytest.raises(error, match=says):
         try_algorithm(kind(GrpoOptions()), 4, ["ref_logprobs"])
+
+
+class Keeps(Grpo):
+    """A running mean in `self`."""
+
+    def advantages(self, inputs):
+        self.mean = 0.9 * getattr(self, "mean", 0.0) + 0.1 * inputs.batch.rewards.mean()
+        return {"advantages": inputs.segments.spread((inputs.batch.rewards - self.mean).to(inputs.batch.float_dtype))}
+
+
+class Appends(Grpo):
+    """Changes what is in a list, and gives it to checkpoints."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen = []
+
+    def advantages(self, inputs):
+        self.seen.append(float(inputs.batch.rewards.sum()))
+        return {"advantages": inputs.segments.spread((inputs.batch.rewards - len(self.seen)).float())}
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+class Forgets(Appends):
+    def state_dict(self):
+        return {}
+
+
+class OfTheClass(Grpo):
+    steps = 0
+
+    def advantages(self, inputs):
+        type(self).steps += 1
+        return super().advantages(inputs)
+
+
+COUNTS = [0]
+
+
+class OfTheModule(Grpo):
+    def advantages(self, inputs):
+        COUNTS[0] += 1
+        return super().advantages(inputs)
+
+
+class InTheLoss(Appends):
+    def loss(self, new_logprobs, shaped):
+        self.losses = getattr(self, "losses", 0) + 1
+        return super().loss(new_logprobs, shaped)
+
+
+class Caches(Forgets):
+    """What is kept makes no difference; advantages are partly random."""
+
+    def advantages(self, inputs):
+        self.seen.append(lambda: None)
+        noise_B = torch.rand(len(inputs.batch.rewards)) + random.random() + np.random.rand()
+        return {"advantages": inputs.segments.spread(noise_B.to(inputs.batch.float_dtype))}
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Keeps, r"line \d+\) changes self.mean, which a run that is resumed would begin anew: define state_dict"),
+        (Forgets, "changes self.seen.*another instance has other advantages for .*; state_dict has nothing"),
+        (OfTheClass, "changes OfTheClass.steps, .*: keep OfTheClass.steps in self"),
+        (OfTheModule, r"changes tests.algorithms.test_registry.COUNTS, .*: keep .*COUNTS in self"),
+        (InTheLoss, "InTheLoss.loss or prepare changes self.losses, on a rank's copy of the algorithm"),
+        (Appends, None),
+        (Caches, None),
+    ],
+)  # fmt: skip
+def test_what_a_method_keeps_and_no_checkpoint_would_have_fails_the_trial(kind, says, monkeypatch):
+    monkeypatch.setattr(kind, "name", kind.__name__)
+    before = random.getstate(), torch.get_rng_state()
+    if says is None:
+        assert "advantages" in try_algorithm(kind(GrpoOptions()), 4)
+    else:
+        with pytest.raises(ValueError, match=says):
+            try_algorithm(kind(GrpoOptions()), 4)
+    if kind is not Caches:
+        assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_a_state_that_no_checkpoint_holds_is_named():
+    class Holds(Appends):
+        def state_dict(self):
+            return {"seen": object()}
+
+    with pytest.raises(TypeError, match=r"state\['seen'\] is a object, which a checkpoint does not hold"):
+        try_algorithm(Holds(GrpoOptions()), 4, stored=plain_copy)
+
+
+def test_a_state_for_a_class_that_takes_none_is_refused():
+    with pytest.raises(ValueError, match="Keeps defines no load_state_dict, and the checkpoint has mean"):
+        Keeps(GrpoOptions()).load_state_dict({"mean": 0.5})
+
+
+def test_an_option_that_a_class_of_options_lacks_is_named_with_its_place_and_the_remedy():
+    class Bare(Options):
+        strength: float = option(1.0, "of nothing")
+
+    class Clipped(Bare, PartitionOptions, TruncationOptions):
+        pass
+
+    for options, says in (
+        (Bare(), r"Bare \(.*test_registry.py, line \d+\) has no option success_threshold, .*inherit PartitionOptions"),
+        (Clipped(), r"Clipped \(.*test_registry.py, line \d+\) has no option degenerate, .* degenerate\(DEFAULT\)"),
+    ):
+        with pytest.raises(NoOption, match=says):
+            try_algorithm(Grpo(options), 4)
 
 
 def test_a_loss_that_does_not_add_up_over_shares_fails_the_trial():

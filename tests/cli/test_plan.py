@@ -97,6 +97,89 @@ def test_nothing_fits_names_the_part_and_the_fewest_gpus(capsys):
     assert re.search(r"the fewest H100 that would do: \d+", error)
 
 
+SEVEN = ["--actor.model_name_or_path", "Qwen/Qwen2.5-7B", "--algo.advantage.estimator", "grpo"]
+SEVEN += ["--rollout.n_samples_per_prompt", "8", "--data.max_len", "2048"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"megatron.tensor_parallel_size": 4},
+        {"megatron.pipeline_parallel_size": 2, "megatron.virtual_pipeline_size": 2},
+        {"megatron.context_parallel_size": 2}, {"megatron.recompute": "full"}, {"vllm.tensor_parallel_size": 2},
+        {"vllm.num_engines": 3, "vllm.tensor_parallel_size": 1}, {"megatron.decoder_last_pipeline_num_layers": 12,
+         "megatron.pipeline_parallel_size": 2}, {"vllm.gpu_memory_utilization": 0.85},
+        {"train.max_tokens_per_gpu": 7168, "train.dynamic_batch_enable": True}, {"actor.num_nodes": 3},
+    ],
+    ids=lambda given: next(iter(given)).split(".")[1],
+)  # fmt: skip
+def test_a_size_on_the_command_line_is_kept(tmp_path, capsys, given):
+    out = tmp_path / "plan.json"
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    gpus = ("--actor.num_gpus_per_node", "2", "--gpus", "8") if "actor.num_nodes" in given else ("--gpus", "8")
+    assert plan.main([*SEVEN, *gpus, *words, "--json", str(out)]) == 0, capsys.readouterr().err
+    layouts = json.loads(out.read_text())["layouts"]
+    for name, value in given.items():
+        found = {one["options"].get(name, value) for one in layouts}
+        assert found == {value} and layouts, name
+    kept = [name for name in given if name.startswith(("megatron", "vllm.t", "vllm.n", "train.max", "actor"))]
+    said = capsys.readouterr().out
+    assert all(f"{name} {given[name]}" in said for name in kept), said
+    assert "now: the layout as configured" not in said or "  now  " in said
+
+
+def test_what_plan_does_not_use_is_said(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("megatron: {tensor_parallel_size: 8}\nds: {ring_attn_size: 2}\n")
+    assert plan.main([*SEVEN, "--config", str(tmp_path / "run.yaml"), "--gpus", "8", "--ds.adam_offload"]) == 0
+    said = capsys.readouterr().out
+    unless = "unless the command line gives them: megatron.tensor_parallel_size 8"
+    assert f"not used, because plan chooses them {unless}" in said
+    assert "ds.ring_attn_size 2 is read as megatron.context_parallel_size 2" in said
+    assert "ds.adam_offload is not an option of the Megatron policy: optimizer states stay on the GPU" in said
+    assert "now: the layout" not in said, "there is no such row: other GPUs are configured"
+
+
+def levers(text: str) -> dict[str, str]:
+    """What helps by what, of the lines after `what may help`."""
+    lines = text.split("what may help")[1].split("\n\n")[0].splitlines()[1:]
+    return {line[24:].split(" (")[0].strip(): line[2:24].strip() for line in lines if line.startswith("  ")}
+
+
+def seconds(tmp_path: Path, *words: str) -> float:
+    assert plan.main([*words, "--json", str(tmp_path / "one.json")]) == 0
+    return min(one["seconds"]["step"] for one in json.loads((tmp_path / "one.json").read_text())["layouts"])
+
+
+def test_what_may_help_is_what_plan_finds_with_it(tmp_path, capsys):
+    run = [*SEVEN, "--megatron.pipeline_parallel_size", "4"]
+    assert plan.main([*run, "--gpus", "8"]) == 0
+    found = levers(capsys.readouterr().out)
+    shared = ["--train.colocate_all", "--ds.enable_sleep", "--vllm.enable_sleep"]
+    dynamic = ["--train.dynamic_batch_enable"]
+    tried = {
+        "policy and engines on the same GPUs": [*run, *shared, "--gpus", "8"], "16 H100": [*run, "--gpus", "16"],
+        "dynamic batches": [*run, *dynamic, "--gpus", "8"], "both": [*run, *shared, *dynamic, "--gpus", "8"],
+        "adapters instead of all weights": [*run, "--ds.lora.rank", "16", "--gpus", "8"],
+        "8 H200": [*run, "--gpus", "8", "--gpu", "H200"], "8 B200": [*run, "--gpus", "8", "--gpu", "B200"],
+        "megatron.pipeline_parallel_size left to plan": [*SEVEN, "--gpus", "8"],
+    }  # fmt: skip
+    assert found.keys() == tried.keys()
+    for what, words in tried.items():
+        told = float(re.fullmatch(r"fits, (\d+) s a step", found[what])[1])
+        assert told == pytest.approx(seconds(tmp_path, *words), rel=0.1), what
+
+
+def test_where_nothing_fits_it_says_what_closes_the_gap(capsys):
+    run = ["--actor.model_name_or_path", "meta-llama/Llama-3.1-8B", *SEVEN[2:6], "--gpus", "4"]
+    assert plan.main([*run, "--gpu", "A100-40"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("nothing fits on 4 A100-40 of 40.0 GiB") and "10.3 GiB are missing" in error
+    found = levers(error)
+    assert found["policy and engines on the same GPUs"] == "lacks 0.1 GiB"
+    assert found["adapters instead of all weights"].startswith("fits, ") and found["8 A100-40"].startswith("fits, ")
+    assert plan.main([*run, "--gpu", "A100-40", "--ds.lora.rank", "16"]) == 0
+
+
 PPO = ["--config", str(ROOT / "configs/recipes/gsm8k_ppo.yaml"), *QWEN25_7B[2:], "--gpus", "8"]
 
 
@@ -150,7 +233,8 @@ def test_a_sync_of_adapters_counts_what_a_rank_really_sends(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpu", "H1000"], "--gpu must be one of"),
+        (["--gpu", "H1000"], "--gpu must be one of A100, A100-40, A800, "),
+        (["--gpu", "V100"], "got V100; of another card give the nearest one, and its memory as megatron.gpu_mem"),
         (["--actor.model_name_or_path", "org/name"], "configs/models"),
         (["--actor.no_such_option", "1"], "actor.no_such_option"),
     ],

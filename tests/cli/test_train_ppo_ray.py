@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+
+import pytest
 
 from openrlhf_ext.cli.train_ppo_ray import main
 from tests.e2e.jobs import Task
@@ -52,3 +55,26 @@ def test_a_reward_file_that_cannot_be_imported_stops_the_run_before_ray_starts(t
     report = capfd.readouterr().err  # of the driver's process
     assert report.startswith("1 problem in the configuration:\n- reward.remote_url: ")
     assert "No module named 'no_such_module'" in report
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([], "reward.remote_url raised in its trial"),
+        (["--actor.model_name_or_path", "Qwen/Qwen3-30B-A3B"], "actor.model_name_or_path Qwen/Qwen3-30B-A3B, which"),
+        (["--data.prompt_dataset", "openai/gsm8k"], "data.prompt_dataset openai/gsm8k, which is not on this machine"),
+    ],
+)
+def test_a_dry_run_that_could_not_look_at_everything_cannot_say(tmp_path, capsys, words, why):
+    """Its status is 3, as text and as JSON, which a launcher takes."""
+    task = Task.make(tmp_path)
+    if not words:
+        (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    raise OSError('down')\n")
+    options = [*task.options("out"), *words]
+    capsys.readouterr()
+    assert main([*options, "--dry_run"]) == 3
+    out = capsys.readouterr().out
+    assert out.startswith("cannot say: ") and why in out.splitlines()[0] and "would start" not in out
+    assert out.splitlines()[-1] == out.splitlines()[0], "it stands at the end too"
+    assert main([*options, "--dry_run_json"]) == 3
+    assert json.loads(capsys.readouterr().out)["options"]["train.batch_size"] == 32

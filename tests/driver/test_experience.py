@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 
 from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
 from openrlhf_ext.algorithms.groups import group_chunks
+from openrlhf_ext.algorithms.kl import KLPenalty
+from openrlhf_ext.algorithms.methods.grpo import Grpo, GrpoOptions
+from openrlhf_ext.checkpoints.files import plain_copy
 from openrlhf_ext.driver.experience import ExperienceMaker, in_group_order, training_shards
 from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.driver.scoring import KLCoefficient, RewardScorer, Scorer, deal
@@ -194,3 +197,43 @@ def test_a_resumed_run_goes_on_with_its_count_of_batches_and_its_coefficient() -
     one, other = (it.make([graded(2), graded(3)], version=4, get=get) for it in (before, resumed))
     assert one.shards[0].seed == other.shards[0].seed == 2
     assert one.metrics["kl/coef"] == other.metrics["kl/coef"] == pytest.approx(0.6)
+
+
+class RunningMean(Grpo):
+    """REINFORCE with a running mean as its baseline."""
+
+    mean_1: torch.Tensor = torch.zeros(1, dtype=torch.float64)
+
+    def advantages(self, inputs):
+        rewards_B = inputs.batch.rewards
+        self.mean_1 = 0.7 * self.mean_1 + 0.3 * (rewards_B + inputs.groups.lengths_B).mean()
+        return {"advantages": inputs.segments.spread((rewards_B - self.mean_1).to(inputs.batch.float_dtype))}
+
+    def state_dict(self):
+        return {"mean": self.mean_1}
+
+    def load_state_dict(self, state):
+        self.mean_1 = state["mean"]
+
+
+@pytest.mark.parametrize("target", [None, 0.01])
+def test_what_a_method_keeps_lasts_over_batches_and_a_resume(target, caplog) -> None:
+    """With a coefficient of the KL penalty of its own for every batch, and without."""
+
+    def with_mean() -> ExperienceMaker:
+        made = maker(KLCoefficient(0.5, target=target, horizon=4))
+        made.algorithm = RunningMean(GrpoOptions(), kl=KLPenalty(coef=0.5, place="loss"))
+        return made
+
+    before, resumed = with_mean(), with_mean()
+    before.make([graded(0), graded(1)], version=3, get=get)
+    before.make([graded(2), graded(3)], version=3, get=get)
+    resumed.load_state_dict(plain_copy(before.state_dict()))
+    assert before.algorithm.mean_1.item() == pytest.approx(0.7 * 0.6 + 0.6) and not caplog.records
+    one, other, anew = (it.make([graded(4), graded(5)], 4, get) for it in (before, resumed, with_mean()))
+    advantages = [made.shards[0].mini_batches[0].advantages for made in (one, other, anew)]
+    assert torch.equal(*advantages[:2]) and not torch.equal(*advantages[1:])
+    state = before.state_dict()
+    del state["algorithm"]
+    with_mean().load_state_dict(state)
+    assert "the checkpoint holds no state of grpo, which begins anew" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,14 +14,17 @@ from safetensors.numpy import save as save_arrays
 
 from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, Manifest, check_files, read_manifest, write_file
 from openrlhf_ext.checkpoints.files import write_plain
-from openrlhf_ext.config import RunConfig
-from openrlhf_ext.driver import guard, job
-from openrlhf_ext.driver.data import PromptData
+from openrlhf_ext.cli import train_ppo_ray
+from openrlhf_ext.config import ConfigError, RunConfig, load_config
+from openrlhf_ext.driver import guard, job, preflight
+from openrlhf_ext.driver.data import PromptData, load_data, open_tokenizer
 from openrlhf_ext.driver.rollouts import Group, Prompt, groups_from_plain, plain_groups
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.run import checkpoints
-from openrlhf_ext.run.checkpoints import plain_options
+from openrlhf_ext.run.checkpoints import changed_options, plain_options
 from tests.driver.simulated import response
+from tests.e2e.jobs import Task
+from tests.models import make_tiny_policy
 
 
 def save(store: CheckpointStore, step: int) -> Path:
@@ -115,36 +119,118 @@ def test_a_checkpoint_of_an_earlier_release_is_refused_with_the_remedy(tmp_path,
 # ---- the prompts
 
 
-def test_other_prompts_are_refused():
+def test_a_fingerprint_is_of_the_prompts_and_their_order():
     def fingerprint(*prompts):
         return PromptData(SimpleNamespace(prompts=list(prompts), labels=["x"] * len(prompts)), 0, []).fingerprint
 
-    first = fingerprint("a", "b")
-    folder, state = Path("/runs/global_step3"), {"prompts": first}
-    checkpoints.check_data(folder, state, {"prompts": fingerprint("a", "b")})
-    for other in (fingerprint("b", "a"), fingerprint("a"), fingerprint("a", "c")):
-        with pytest.raises(CheckpointError, match=r"/runs/global_step3 was written by a run with other prompts"):
-            checkpoints.check_data(folder, state, {"prompts": other})
+    assert fingerprint("a", "b") == fingerprint("a", "b")
+    assert len({fingerprint(*prompts) for prompts in (("a", "b"), ("b", "a"), ("a",), ("a", "c"))}) == 4
 
 
-def test_changed_options_are_named_and_immaterial_ones_not(caplog):
+def test_changed_options_are_named_and_immaterial_ones_not():
     config = RunConfig()
     before = plain_options(config)
     ckpt = config.ckpt.model_copy(update={"load_enable": True})
     actor = config.actor.model_copy(update={"max_norm": 0.5})
-    checkpoints.report_changed_options(before, plain_options(config.model_copy(update={"ckpt": ckpt, "actor": actor})))
-    assert "another actor.max_norm: 0.5, it was 1.0" in caplog.text and "load_enable" not in caplog.text
+    changed = config.model_copy(update={"ckpt": ckpt, "actor": actor})
+    assert changed_options(before, plain_options(changed)) == ["actor.max_norm: 0.5, it was 1.0"]
     assert "logger.wandb.key" not in before and json.dumps(before)
 
 
-def test_passwords_are_neither_kept_nor_compared_nor_shown(caplog):
+def test_passwords_are_neither_kept_nor_compared_nor_shown():
     def options(password):
         return plain_options(RunConfig(reward={"remote_url": f"http://me:{password}@grader/f"}))
 
     assert options("p@ss/w")["reward.remote_url"] == "'http://(hidden)@grader/f'"
     earlier = options("x") | {"reward.remote_url": "'http://me:p@ss/w@grader/f'", "train.seed": "1"}
-    checkpoints.report_changed_options(earlier, options("other"))
-    assert "train.seed" in caplog.text and "remote_url" not in caplog.text and "ss/w" not in caplog.text
+    assert changed_options(earlier, options("other")) == [f"train.seed: {RunConfig().train.seed}, it was 1"]
+
+
+# ---- before anything starts
+
+
+class Saved:
+    """A run of a task that has saved step 3, with ranks that write what a checkpoint says of a model."""
+
+    def __init__(self, task: Task, *words: str) -> None:
+        self.task, self.config = task, load(task, *words)
+        models = preflight.trained_models(self.config)
+
+        def call(method, timeout_s, *, name, folder, background):
+            assert method == "save_state"
+            return [[write_plain(Path(folder), f"{name}/state.json", models[name])]]
+
+        strategy, tokenizer = open_tokenizer(self.config)
+        prompts = load_data(self.config, strategy, tokenizer)[0].fingerprint
+        checkpointer = job.build_checkpointer(self.config, dict.fromkeys(models, call), prompts)
+        checkpointer.save(3, {"step": 3}, {})
+        self.folder = checkpointer.store.path_of(3)
+
+    def dry_run(self, capsys, *words: str) -> tuple[int, str]:
+        capsys.readouterr()
+        status = train_ppo_ray.main([*self.task.options("out"), *words, "--ckpt.load_enable", "--dry_run"])
+        return status, "".join(capsys.readouterr())
+
+
+def load(task: Task, *words: str) -> RunConfig:
+    return load_config([*task.options("out"), *words])
+
+
+LORA = ("--ds.lora.rank", "8", "--ds.lora.alpha", "16")
+
+
+def test_a_dry_run_says_everything_that_going_on_would_refuse(tmp_path, capsys):
+    saved = Saved(Task.make(tmp_path), *LORA)
+    status, said = saved.dry_run(capsys, *LORA, "--train.seed", "7")
+    assert status == 0 and said.startswith("would start") and f"goes on from {saved.folder}" in said
+    assert "with another train.seed: 7, it was 42" in said
+    sizes = ("--megatron.tensor_parallel_size", "1", "--ckpt.save_steps", "1", "--rollout.batch_size", "16")
+    assert saved.dry_run(capsys, *LORA, *sizes)[0] == 0, "layouts and sizes of batches may differ"
+
+    other = ("--ds.lora.rank", "8", "--ds.lora.alpha", "32", "--data.max_samples", "16", "--megatron.param_dtype")
+    status, said = saved.dry_run(capsys, *other, "bf16", "--data.dataloader_num_workers", "1")
+    assert status == 2 and said.startswith("4 problems in the configuration:\n- ckpt.load_enable: ")
+    for part in (
+        "was written by a run with other prompts", "data.max_samples: 16, it was 1", "ds.lora.alpha 16, here 32",
+        "holds fp32 parameters, megatron.param_dtype is bf16", "other workers (data.dataloader_num_workers: 1, it was",
+    ):  # fmt: skip
+        assert part in said
+    status, said = saved.dry_run(capsys)
+    assert status == 2 and "holds adapters, this run trains whole weights" in said
+
+    make_tiny_policy(tmp_path / "wide", seed=1, intermediate_size=384)
+    status, said = saved.dry_run(capsys, *LORA, "--actor.model_name_or_path", str(tmp_path / "wide"))
+    assert status == 2 and "is of another model: ffn_hidden_size 256, the model has 384" in said
+    (tmp_path / "prompts.jsonl").write_text('{"question": "1 + 1 =", "answer": "#### 2"}\n' * 24)
+    status, said = saved.dry_run(capsys, *LORA)
+    assert status == 2 and "was written by a run with other prompts" in said, "the same name with another content"
+
+
+def test_a_dry_run_knows_damage_and_a_run_without_a_checkpoint(tmp_path, capsys):
+    saved = Saved(Task.make(tmp_path))
+    state = saved.folder / "policy/state.json"
+    state.write_bytes(state.read_bytes().replace(b"fp32", b"bf16"))
+    critic = ("--algo.advantage.estimator", "gae", "--critic.num_gpus_per_node", "2")
+    status, said = saved.dry_run(capsys, *critic)
+    assert status == 2 and "policy/state.json is corrupted" in said and "holds no critic" in said
+    truncate(state)
+    status, said = saved.dry_run(capsys, "--ckpt.fallback_enable")
+    assert status == 2 and "no checkpoint is usable" in said and "state.json is truncated" in said
+    shutil.rmtree(saved.folder)
+    status, said = saved.dry_run(capsys)
+    assert status == 0 and f"no checkpoint in {saved.folder.parent} yet: the run starts from the beginning" in said
+    status, said = saved.dry_run(capsys, "--actor.model_name_or_path", "org/name")
+    assert status == 3 and said.startswith("cannot say: actor.model_name_or_path org/name, which is not")
+
+
+def test_a_run_that_cannot_go_on_ends_before_ray_starts(tmp_path, monkeypatch):
+    saved = Saved(Task.make(tmp_path), *LORA)
+    monkeypatch.setattr(job, "run_once", lambda *_: 0)
+    assert job.run(load(saved.task, *LORA, "--ckpt.load_enable"), guard.Guard()) == 0
+    monkeypatch.setattr(job, "run_once", lambda *_: pytest.fail("the run began"))
+    with pytest.raises(ConfigError, match="2 problems(.|\n)*other prompts(.|\n)*ds.lora.alpha 16"):
+        words = ("--ds.lora.rank", "8", "--ds.lora.alpha", "4", "--data.max_samples", "16", "--ckpt.load_enable")
+        job.run(load(saved.task, *words), guard.Guard())
 
 
 # ---- storage

@@ -23,6 +23,7 @@ SCRIPTS = sorted(path for path in (ROOT / "examples/scripts").glob("*.sh") if pa
 STUB = """#!/usr/bin/env bash
 printf '%s\\0' "$@" >"$CALLS/$(ls "$CALLS" | wc -l)"
 echo 0.5 0.01
+[[ -z ${FAILS_WITH:-} || " $* " != *" --min_gain $FAILS_WITH "* ]]
 """
 
 
@@ -85,6 +86,19 @@ def test_the_real_model_trains_what_it_says(run_script, tmp_path, monkeypatch) -
     assert (config.world_size, config.megatron.param_dtype, config.data.apply_chat_template) == (2, "bf16", True)
     gains = [call[call.index("--min_gain") + 1] for call in calls if "--min_gain" in call]
     assert gains == ["-1"], "what another task can gain is not known"
+
+
+@pytest.mark.parametrize(("words", "gain"), [([], "0.3"), (["--minutes", "10"], "0.3"), (["--minutes", "4"], "-1")])
+def test_the_real_model_asks_for_a_gain_at_the_usual_length_only(words, gain, run_script, tmp_path, monkeypatch):
+    """And reports before it fails."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("REAL_MODEL_DIR", str(tmp_path / "out"))
+    monkeypatch.setenv("FAILS_WITH", gain)
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        run_script(ROOT / "examples/scripts/real_model.sh", *words)
+    assert error.value.returncode == 1
+    last = max((tmp_path / "calls").iterdir(), key=lambda path: int(path.name)).read_text().split("\0")
+    assert last[:2] == ["-m", "openrlhf_ext.cli.report"]
 
 
 @pytest.mark.parametrize("words", [["--minutes"], ["--data", "math=x"], ["--data", "gsm8k=/nowhere"]])

@@ -173,7 +173,7 @@ RESUMED = {
 """Name: the step of the checkpoint, and options."""
 
 
-def test_a_resumed_run_ends_in_the_same_bits(task, monkeypatch):
+def test_a_resumed_run_ends_in_the_same_bits(task, monkeypatch, capsys):
     """The first from the checkpoint before the newest one, which is damaged; it began in the folder of another run."""
     whole = [task.words(f"{name}_whole", **more) for name, (_, more) in RESUMED.items()]
     saved = [
@@ -197,6 +197,13 @@ def test_a_resumed_run_ends_in_the_same_bits(task, monkeypatch):
         weights_of(folder).unlink()
     newest = task.folder / "damaged/steps/global_step6/model/rank00000.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
+    assert dry_run(capsys, *damaged)[0] == 2
+    for words in saved:
+        status, said = dry_run(capsys, *words)
+        assert status == 0 and said.startswith("would start\ngoes on from "), said
+    status, said = dry_run(capsys, *saved[-1], "--data.max_samples", "5", "--ds.lora.alpha", "3")
+    assert status == 2 and said.startswith("2 problems in the configuration") and "other examples" in said
+    assert re.search(r"ds.lora.alpha [\d.]+, here 3", said), said
     again = [*damaged, "--ckpt.load_enable", "--ckpt.fallback_enable", "--train.max_tokens_per_gpu", "99"]
     said = task.train(1, *(words + ["--ckpt.load_enable"] for words in saved), again)
     for name, like in {"bf16_saved": "bf16", "fp8_saved": "fp8", "lora_saved": "lora", "damaged": "bf16"}.items():
@@ -209,6 +216,16 @@ def test_a_resumed_run_ends_in_the_same_bits(task, monkeypatch):
     assert [event["resume_step"] for event in task.events("damaged") if event["event"] == "resumed"] == [4]
     assert list(task.folder.glob("boards/*/events.out.tfevents.*"))
     assert list(task.folder.glob("wandb/offline-run-*/*.wandb"))
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    capsys.readouterr()
+    return train_sft.main([*words, "--ckpt.load_enable", "--dry_run"]), "".join(capsys.readouterr())
+
+
+def test_a_dry_run_of_a_hub_name_cannot_say(task, capsys):
+    status, said = dry_run(capsys, *task.words("hub", **{"model.model_name_or_path": "Someone/Unknown"}))
+    assert status == 3 and said.startswith("cannot say: model.model_name_or_path Someone/Unknown: not on this machine")
 
 
 def test_a_hub_name_is_downloaded_before_the_rules_are_asked(task, monkeypatch, capsys):

@@ -37,6 +37,13 @@ class Adapter:
     def scale(self) -> float:
         return self.alpha / self.rank
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What has to be the same for adapters to be trained on, by the names of the options."""
+        return {
+            "ds.lora.rank": self.rank, "ds.lora.alpha": self.alpha, "ds.lora.target_modules": list(self.targets)
+        }  # fmt: skip
+
     def config(self, base: str) -> dict[str, Any]:
         """Entries of ``adapter_config.json``, from which peft and vLLM load an adapter of the checkpoint ``base``."""
         return {

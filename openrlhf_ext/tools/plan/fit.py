@@ -39,7 +39,7 @@ from openrlhf_ext.tools.plan.search import (
     order,
     with_options,
 )
-from openrlhf_ext.tools.plan.seconds import GPUS
+from openrlhf_ext.tools.plan.seconds import GPUS, card
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def _gpu_here() -> Device | None:
     if found is None:
         return None
     name, memory = found
-    return Device(f"this machine's {name}", memory, next((known for known in GPUS if known in name), _ASSUMED))
+    return Device(f"this machine's {name}", memory, card(name) or _ASSUMED)
 
 
 def _ask_cuda(sender: Connection) -> None:

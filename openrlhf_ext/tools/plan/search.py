@@ -19,7 +19,6 @@ from openrlhf_ext.config.estimator import old_logprobs
 from openrlhf_ext.config.files import model_folder, unknown_model
 from openrlhf_ext.config.model_rules import divisible, shape_violations
 from openrlhf_ext.config.rules import LAYOUT_RULES
-from openrlhf_ext.inputs import nearest
 from openrlhf_ext.megatron.layout import PIPELINE_ENDS, ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
 from openrlhf_ext.options import Section, is_set, nest
@@ -66,15 +65,20 @@ SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 KV_CACHE = "engine: KV cache"
 SIZES = tuple(f"megatron.{axis}_parallel_size" for axis in ("tensor", "pipeline", "context"))
 ENDS = tuple(f"megatron.{name}" for name in PIPELINE_ENDS)
-_SEQUENCE = "megatron.sequence_parallel_enable"
+_SEQUENCE, _CHUNKED = "megatron.sequence_parallel_enable", "megatron.virtual_pipeline_size"
+_ENGINE_SIZE = "vllm.tensor_parallel_size"
 CHOSEN = (
     "megatron.tensor_parallel_size", "megatron.pipeline_parallel_size", "megatron.context_parallel_size",
     "megatron.virtual_pipeline_size", "megatron.sequence_parallel_enable", *ENDS, "vllm.num_engines",
     "vllm.tensor_parallel_size",
 )  # fmt: skip
-"""Options of the run that a layout replaces."""
+"""Options of the run that a layout replaces, unless the command line gives them."""
+_KEPT = (*CHOSEN, "megatron.recompute", "train.max_tokens_per_gpu", "actor.num_nodes")
 SHARING = {"train.colocate_all": True, "ds.enable_sleep": True, "vllm.enable_sleep": True}
 """What policy and engines on the same GPUs take."""
+
+DYNAMIC = {"train.dynamic_batch_enable": True}
+_OTHER_GPUS = ("H200", "B200")
 
 Options = Mapping[str, Any]
 
@@ -123,6 +127,8 @@ class Planner:
 
     Mean lengths are by default 0.6 of the longest response, and what is left of ``data.max_len`` beside it, at most
     512; ``device_memory``: bytes of the GPU that is there, or ``megatron.gpu_memory_gib``, or those of the data sheet.
+    ``coarse``: only layouts are tried that the best one is often among, without context parallelism or with so much;
+    ``free``: also with other sizes than the command line gives.
     """
 
     config: RunConfig
@@ -131,11 +137,15 @@ class Planner:
     prompt_tokens: int | None = None
     assumed: Assumptions = Assumptions()
     device_memory: int | None = None
+    coarse: int = 0
+    free: bool = False
 
     def __post_init__(self) -> None:
         if self.gpu_name not in GPUS:
-            hint = f"; did you mean {near}?" if (near := nearest(self.gpu_name, GPUS)) else ""
-            raise PlanError(f"--gpu must be one of {', '.join(GPUS)}: got {self.gpu_name}{hint}")
+            raise PlanError(
+                f"--gpu must be one of {', '.join(GPUS)}: got {self.gpu_name}; of another card give the nearest one, "
+                "and its memory as megatron.gpu_memory_gib"
+            )
 
     # ---- the run ------------------------------------------------------------------------------------------------
 
@@ -178,6 +188,23 @@ class Planner:
             config.train.max_epochs, scored_by=(old_logprobs(config)[0] == "policy") + config.has_reference,
             frozen=config.ds.lora.enabled,
         )  # fmt: skip
+
+    @cached_property
+    def kept(self) -> dict[str, Any]:
+        """Sizes that the command line gives: every layout has them."""
+        return {name: value_of(self.config, name) for name in _KEPT if self._is_kept(name) and not self.free}
+
+    @property
+    def replaced(self) -> dict[str, Any]:
+        """Sizes that a file gives, which layouts have in the place of."""
+        names = [name for name in CHOSEN if is_set(self.config, name) and not self._is_kept(name)]
+        return {name: value_of(self.config, name) for name in names}
+
+    def _is_kept(self, name: str) -> bool:
+        return self.config.sources.get(name, "").startswith("command line")
+
+    def _tried(self, name: str, values: Sequence[Any]) -> Sequence[Any]:
+        return (self.kept[name],) if name in self.kept else values
 
     @cached_property
     def clock(self) -> Clock:
@@ -304,8 +331,31 @@ class Planner:
                 return True
         return False
 
-    def sharing(self) -> Planner:
-        return dataclasses.replace(self, config=with_options(self.config, SHARING))
+    def with_(self, options: Options, gpu_name: str | None = None, coarse: int = 0) -> Planner:
+        """Of the run with other options, and on another GPU."""
+        config = with_options(self.config, options)
+        return dataclasses.replace(self, config=config, gpu_name=gpu_name or self.gpu_name, coarse=coarse)
+
+    def levers(self, gpus: int, cp: int) -> Iterator[tuple[str, Candidate]]:
+        """What may help most, in words, with the best layout that a coarse search finds with it."""
+        config, free = self.config, [name for name in self.kept if name.startswith("megatron.")]
+        sharing = {} if config.engines_share_gpus or config.has_guide else SHARING
+        dynamic = {} if config.train.dynamic_batch_enable else DYNAMIC
+        changes: dict[str, Options] = {
+            "policy and engines on the same GPUs": sharing, "dynamic batches": dynamic,
+            "both": sharing | dynamic if sharing and dynamic else {},
+            "adapters instead of all weights": {} if config.ds.lora.enabled else {"ds.lora.rank": 16},
+        }  # fmt: skip
+        tries = [(f"{what} ({_words(new)})", self.with_(new, coarse=cp), gpus) for what, new in changes.items() if new]
+        if free:
+            tries.append((f"{', '.join(free)} left to plan", dataclasses.replace(self, coarse=cp, free=True), gpus))
+        tries.append((f"{2 * gpus} {self.gpu_name}", self.with_({}, coarse=cp), 2 * gpus))
+        for name in _OTHER_GPUS:
+            if name != self.gpu_name:
+                tries.append((f"{gpus} {name}", self.with_({"megatron.gpu_memory_gib": None}, name, cp), gpus))
+        for what, planner, count in tries:
+            if found := planner.candidates(count):
+                yield what, found[0]
 
     def _divisions(self, gpus: int) -> Iterator[tuple[int, int]]:
         """(ranks of the policy, GPUs of the engines): all; or quarters, and whole nodes next to quarters and thirds."""
@@ -317,14 +367,18 @@ class Planner:
         left = gpus - (self.config.training_gpus - self.config.world_size)
         per_node = self.config.actor.num_gpus_per_node
         parts = [left * quarters // 4 for quarters in (1, 2, 3)]
-        if left > per_node:
+        if "vllm.num_engines" in self.kept:
+            parts = [left - self.kept["vllm.num_engines"] * tp for tp in self._tried(_ENGINE_SIZE, _DEGREES)]
+        elif "actor.num_nodes" in self.kept:
+            parts = [self.config.world_size]
+        elif left > per_node and not self.coarse:
             parts += [max(1, round(part * left / per_node)) * per_node for part in (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)]
         yield from ((ranks, left - ranks) for ranks in dict.fromkeys(parts) if 0 < ranks < left)
 
     def _nodes(self, ranks: int) -> dict[str, int] | None:
         """Nodes of as many GPUs as the configuration's; fewer than one are one small one; None if some are left."""
         per_node = min(self.config.actor.num_gpus_per_node, ranks)
-        if ranks % per_node:
+        if ranks % per_node or ranks // per_node not in self._tried("actor.num_nodes", (ranks // per_node,)):
             return None
         return {"actor.num_nodes": ranks // per_node, "actor.num_gpus_per_node": per_node}
 
@@ -332,16 +386,18 @@ class Planner:
         self, nodes: dict[str, int], engines: dict[str, int], if_states_fit: bool
     ) -> Iterator[tuple[dict[str, Any], RunConfig]]:
         ranks, per_node = nodes["actor.num_nodes"] * nodes["actor.num_gpus_per_node"], nodes["actor.num_gpus_per_node"]
-        for tp, pp, cp in itertools.product(_DEGREES, range(1, _MOST_STAGES + 1), _DEGREES):
+        stages = _DEGREES if self.coarse else range(1, _MOST_STAGES + 1)
+        contexts = sorted({1, self.coarse}) if self.coarse else _DEGREES
+        degrees = (self._tried(name, tried) for name, tried in zip(SIZES, (_DEGREES, stages, contexts), strict=True))
+        recomputes = ({},) if "megatron.recompute" in self.kept else _RECOMPUTES
+        for tp, pp, cp in itertools.product(*degrees):
             if tp > per_node or ranks % (tp * pp * cp) or (if_states_fit and not self._states_fit(tp, pp, ranks)):
                 continue
-            for vp, recompute, budget in itertools.product(_CHUNKS if pp > 1 else (1,), _RECOMPUTES, self._budgets(cp)):
-                degrees = {
-                    "megatron.tensor_parallel_size": tp, "megatron.sequence_parallel_enable": tp > 1,
-                    "megatron.pipeline_parallel_size": pp, "megatron.context_parallel_size": cp,
-                    "megatron.virtual_pipeline_size": vp, **recompute, **budget,
-                }  # fmt: skip
-                for options in self._cut({**nodes, **degrees}):
+            chunks = self._tried(_CHUNKED, _CHUNKS[: 2 if self.coarse else 3] if pp > 1 else (1,))
+            for vp, recompute, budget in itertools.product(chunks, recomputes, self._budgets(cp)):
+                cut = {**dict(zip(SIZES, (tp, pp, cp), strict=True)), _CHUNKED: vp, _SEQUENCE: tp > 1}
+                for options in self._cut({**nodes, **cut, **recompute, **budget}):
+                    options |= {name: value for name, value in self.kept.items() if name in (_SEQUENCE, *ENDS)}
                     config = with_options(self.config, {**options, **engines})
                     if not self._broken(config):
                         yield options, config
@@ -374,14 +430,15 @@ class Planner:
             return
         least = math.ceil(self.config.data.max_len / cp / 128) * 128
         forward = self.config.rollout.max_tokens_per_gpu or train.max_tokens_per_gpu
-        for tokens in sorted({least, 2 * least, max(least, train.max_tokens_per_gpu)}):
+        tried = sorted({least, 2 * least, max(least, train.max_tokens_per_gpu)})
+        for tokens in self._tried("train.max_tokens_per_gpu", tried):
             yield {"train.max_tokens_per_gpu": tokens, "rollout.max_tokens_per_gpu": max(forward, tokens)}
 
     def _engine_options(self, gpus: int) -> Iterator[dict[str, int]]:
         per_node = min(self.config.actor.num_gpus_per_node, gpus)
-        for tp in _DEGREES:
-            if gpus % tp == 0 and tp <= per_node:
-                yield {"vllm.num_engines": gpus // tp, "vllm.tensor_parallel_size": tp}
+        for tp in self._tried(_ENGINE_SIZE, _DEGREES):
+            if gpus % tp == 0 and tp <= per_node and gpus // tp in self._tried("vllm.num_engines", (gpus // tp,)):
+                yield {"vllm.num_engines": gpus // tp, _ENGINE_SIZE: tp}
 
     def _broken(self, config: RunConfig) -> list[Violation]:
         return [*self._models_broken(config), *(v for rule in LAYOUT_RULES for v in rule(config))][:1]
@@ -410,7 +467,7 @@ class Planner:
         """The layout with the engines' share that the run sets, or else with the best one: the first in the order."""
         if config.vllm.gpu_memory_utilization is not None:
             return self._candidate(options, config, models)
-        tried = (with_options(config, {SHARE: share}) for share in SHARES)
+        tried = (with_options(config, {SHARE: share}) for share in (SHARES[1::2] if self.coarse else SHARES))
         found = (self._candidate({**options, SHARE: one.gpu_memory_utilization}, one, models) for one in tried)
         return min(found, key=order)
 
@@ -471,9 +528,12 @@ class Planner:
     def _seconds(
         self, config: RunConfig, policy: TrainedModel, critic: TrainedModel | None, engines: Engines
     ) -> Seconds:
-        clock, training = self.clock, policy.training
+        clock = self.clock
         rollout = clock.rollout(engines)
-        logprobs, train = clock.logprobs(training), clock.train(training, policy.fullest)
+        if self._last.get("policy") is not policy:  # the same beside all engines
+            training = policy.training
+            self._last.update(policy=policy, seconds=(clock.logprobs(training), clock.train(training, policy.fullest)))
+        logprobs, train = self._last["seconds"]
         sync = clock.sync(config, policy, engines)
         sleeps = config.engines_share_gpus and config.ds.enable_sleep
         moves = clock.moves(policy.fullest) if sleeps else 0.0
@@ -486,6 +546,10 @@ class Planner:
         if config.max_staleness > 0:  # engines sample while the policy is trained
             rollout = max(0.0, rollout - logprobs - train)
         return Seconds(rollout, logprobs, train, sync, moves, self.assumed.fixed_s)
+
+    @cached_property
+    def _last(self) -> dict[str, Any]:
+        return {}
 
     def _critic_clock(self, critic: TrainedModel) -> Clock:
         work = dataclasses.replace(self.work, scored_by=1)
@@ -523,6 +587,10 @@ def order(candidate: Candidate) -> tuple[float, ...]:
     alike = int(math.log(candidate.seconds.step) / math.log(1 + ALIKE))
     ranks = candidate.policy.training.layout.model_parallel_size
     return candidate.tight(), alike, ranks, candidate.fullest.total, candidate.seconds.step
+
+
+def _words(options: Options) -> str:
+    return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in options.items())
 
 
 def with_options(config: RunConfig, options: Options) -> RunConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from openrlhf_ext.tools.plan.memory import GIB, States, TrainedModel, Training, 
 _BF16, _FP32 = 2, 4
 _NODE = 8
 """GPUs of an SXM node, however few of them the policy takes."""
+_SIZE_GIB = 14  # by which nvidia-smi may list less than the name of a card says
 _MOST_REQUESTS = 1024  # rollout/launch.py's default on a GPU
 
 
@@ -50,13 +52,43 @@ def _gpu(name: str, memory_mib: int, fp8: bool, hbm: float, near: float, far: fl
 
 GPUS = {
     "A100": _gpu("A100", 81920, False, 2039, 300, 25, 25),
+    "A100-40": _gpu("A100", 40960, False, 1555, 300, 25, 25),
+    "A800": _gpu("A800", 81920, False, 2039, 200, 25, 25),
     "H100": _gpu("H100", 81559, True, 3350, 450, 50, 50),
+    "H100-PCIe": _gpu("H100 PCIe", 81559, True, 2000, 64, 50, 50),
+    "H100-NVL": _gpu("H100 NVL", 95830, True, 3900, 64, 50, 50),
     "H800": _gpu("H800", 81559, True, 3350, 200, 50, 50),
     "H200": _gpu("H200", 143771, True, 4800, 450, 50, 50),
     "H20": _gpu("H20", 97871, True, 4000, 450, 50, 50),
     "B200": _gpu("B200", 183359, True, 8000, 900, 50, 50),
+    "GB200": _gpu("GB200", 189471, True, 8000, 900, 50, 225),
+    "L40S": _gpu("L40S", 46068, True, 864, 32, 25, 25),
+    "L4": _gpu("L4", 23034, True, 300, 32, 25, 25),
+    "A40": _gpu("A40", 46068, False, 696, 32, 25, 25),
+    "RTX-4090": _gpu("RTX 4090", 24564, True, 1008, 32, 25, 25),
 }
-"""SXM forms; memory as nvidia-smi lists it, rates from NVIDIA's data sheets, one 400 Gb/s port a GPU (A100: 200)."""
+"""SXM forms where there are two; memory as nvidia-smi lists it, rates from NVIDIA's data sheets, one 400 Gb/s port a
+GPU (before H100, and with PCIe 4: 200). Cards without NVLink, or with a bridge between two, talk over PCIe."""
+
+
+def card(name: str) -> str | None:
+    """The entry of a GPU by any of its names: "NVIDIA A100-SXM4-40GB", "h100 80GB", "4090". None: there is none."""
+    kind, size = _kind_and_size(name)
+    for wanted in (kind, kind.removesuffix("PCIE")):
+        off = {entry: abs(gpu.memory / GIB - size) for entry, gpu in GPUS.items() if _kind_and_size(entry)[0] == wanted}
+        if off and not size:
+            return next(iter(off))
+        if off and min(off.values()) < _SIZE_GIB:
+            return min(off, key=lambda entry: off[entry])
+    return None
+
+
+def _kind_and_size(name: str) -> tuple[str, int]:
+    words = re.sub(r"NVIDIA|GEFORCE|RTX|SXM\d?|HBM\w*|(?<=\d)GI?B\b|-", " ", name.upper()).split()
+    sizes = [int(word) for word in words if re.fullmatch(r"\d{2,3}", word)]
+    return "".join(word for word in words if not re.fullmatch(r"\d{2,3}", word)), sizes[0] if sizes else 0
+
+
 FP8_GAIN = {"blockwise": 1.40, "current": 1.69, "delayed": 1.75}
 """Of products within layers over bf16 ones, quantization included, by recipe: an H200, the shapes of Qwen2.5-32B
 without tensor parallelism (benchmarks/results/gpu_h200.json). The data sheet has 2. vLLM's ``fp8_per_block`` is taken

@@ -165,6 +165,7 @@ _LEVELS = {"entropy/completion_mean": [math.log(2), "ln 2"]}  # marked on a curv
 _AT_K = re.compile(r"eval/(?:(?P<set>.+)/)?(?P<kind>pass|maj)@(?P<k>[0-9]+)")
 _PHASES = ("generate", "grade", "logprob", "shape", "train", "sync")
 _STREAMED_PHASES = ("wait_rollouts", "logprob", "shape", "train", "sync")
+_NO_OPTION = "no such option"
 _COUNTED = {"groups_dropped", "groups_late"}
 _MEANINGS = {metric.name: metric for metric in METRICS}
 Points = list[list[float | None]]
@@ -454,10 +455,14 @@ def _options(runs: Sequence[Run]) -> list[dict[str, Any]]:
     given = [set(run.start.get("set", ())) for run in runs]
     rows = []
     for name in dict.fromkeys(name for one in options for name in one):
-        values = [json.dumps(one[name], ensure_ascii=False).strip('"') if name in one else None for one in options]
-        known = {value for value, one in zip(values, options, strict=True) if one}
+        known = {json.dumps(one[name], ensure_ascii=False).strip('"') for one in options if name in one}
+        values = [
+            json.dumps(one[name], ensure_ascii=False).strip('"') if name in one else _NO_OPTION if one else None
+            for one in options
+        ]
         is_set = any(key == name or key.startswith(f"{name}.") for keys in given for key in keys)
-        rows.append({"name": name, "values": values, "differs": len(known) > 1, "set": is_set})
+        differs = len(known) > 1 or (is_set and _NO_OPTION in values)
+        rows.append({"name": name, "values": values, "differs": differs, "set": is_set})
     return rows
 
 

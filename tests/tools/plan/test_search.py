@@ -13,7 +13,7 @@ from openrlhf_ext.config.rules import RULES
 from openrlhf_ext.ranks.shared_gpu import SharedGpu, SharedGpuTooSmall
 from openrlhf_ext.tools.plan.memory import Moment, moments, policy_in, trained
 from openrlhf_ext.tools.plan.search import SHARE, SHARING, Candidate, Planner, balanced_ends, binding, with_options
-from openrlhf_ext.tools.plan.seconds import GPUS, SLICES, WHOLE
+from openrlhf_ext.tools.plan.seconds import GPUS, SLICES, WHOLE, card
 
 MODELS = (
     "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-32B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B",
@@ -26,7 +26,7 @@ GIB = 1 << 30
 def planner(model: str, shared: bool, *words: str) -> Planner:
     group = ("--algo.advantage.estimator", "grpo", "--rollout.n_samples_per_prompt", "8")
     found = Planner(load_config(["--actor.model_name_or_path", model, *group, *words], files=False))
-    return found.sharing() if shared else found
+    return found.with_(SHARING) if shared else found
 
 
 def allowed(plan: Planner, config: RunConfig) -> bool:
@@ -222,3 +222,21 @@ def test_a_micro_batch_costs_its_launches_however_small_it_is():
         for size in ("1", "2", "64")
     )
     assert one.train == pytest.approx(2 * two.train, rel=0.1) and many.train < two.train / 2
+
+
+def test_a_card_is_known_by_all_of_its_names():
+    names = {
+        "A100": ("A100-80", "a100", "A100 80GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "A100-SXM"),
+        "A100-40": ("A100-40GB", "A100 40", "NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
+        "H100": ("H100-80", "H100 SXM", "h100-sxm5", "NVIDIA H100 80GB HBM3"), "L4": ("NVIDIA L4", "L4-24GB"),
+        "H100-NVL": ("NVIDIA H100 NVL", "H100-NVL-94"), "A40": ("NVIDIA A40",),
+        "H100-PCIe": ("NVIDIA H100 PCIe", "H100-PCIE"), "H200": ("NVIDIA H200", "H200-141GB"), "H20": ("NVIDIA H20",),
+        "A800": ("NVIDIA A800-SXM4-80GB",), "H800": ("H800-80",), "B200": ("NVIDIA B200", "B200-192"),
+        "GB200": ("NVIDIA GB200",), "L40S": ("NVIDIA L40S", "L40S-48"),
+        "RTX-4090": ("4090", "RTX4090", "NVIDIA GeForce RTX 4090"),
+    }  # fmt: skip
+    assert names.keys() == GPUS.keys()
+    for entry, others in names.items():
+        assert {card(name) for name in (entry, *others)} == {entry}
+    for name in ("V100", "A100-20", "H1000", "NVIDIA GH200 480GB", "MI300X", "", "L40", "H200-80"):
+        assert card(name) is None, name

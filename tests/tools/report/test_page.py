@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 
 from openrlhf_ext.cli.report import main
 from openrlhf_ext.reporting import METRICS, MetricsWriter, read_metrics
-from openrlhf_ext.tools.report.page import BUCKETS, page_data, read_runs, thinned, write_page
+from openrlhf_ext.tools.report.page import _HEADLINES, BUCKETS, page_data, read_runs, thinned, write_page
 from tests.tools.report.browser import CHROMIUM, Browser
 from tests.tools.report.runs import HOSTILE, make_run
 
@@ -140,6 +141,24 @@ def test_each_held_out_set_is_a_curve_and_pass_at_k_is_drawn_over_k_and_over_tra
     assert browser.value("document.querySelectorAll('#at-k [data-metric]').length") == 4 + 8
     assert "0.75 (16)" in browser.value("document.querySelector('[data-metric=\"eval/aime24/pass@k\"]').innerText")
     assert browser.messages == []
+
+
+def test_every_headline_has_words_and_an_option_of_one_command_is_no_difference(tmp_path):
+    labels = re.search(r"const labels = (\{.*?\});", write_page(read_runs([make_run(tmp_path / "one", 4)])), re.S)[1]
+    assert set(json.loads(labels)) == set(_HEADLINES)
+    options = ({"train.seed": 1, "model.aux": 0, "data.dataset": "a"}, {"train.seed": 2, "rollout.top_p": 1.0}, {})
+    runs = [make_run(tmp_path / f"run{i}", 4, options=given) for i, given in enumerate(options)]
+    read = read_runs(runs)
+    for run, given in zip(read, (["data.dataset"], [], []), strict=True):
+        run.start["set"] = given
+    read[2].start["options"] = {}
+    rows = {row["name"]: (row["values"], row["differs"]) for row in page_data(read, None, lambda: 1.8e9)["options"]}
+    absent = "no such option"
+    assert rows | {"algo.advantage.estimator": None} == {
+        "algo.advantage.estimator": None,
+        "train.seed": (["1", "2", None], True), "model.aux": (["0", absent, None], False),
+        "data.dataset": (["a", absent, None], True), "rollout.top_p": ([absent, "1.0", None], False),
+    }  # fmt: skip
 
 
 def test_colors_choices_and_keys(browser, tmp_path):
