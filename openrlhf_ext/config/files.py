@@ -275,6 +275,9 @@ def _top_level_names(statements: list[ast.stmt]) -> Iterator[str]:
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 yield statement.name
+                takes = getattr(statement, "args", None)
+                if takes and {one.arg for one in (*takes.args, *takes.kwonlyargs)} & {"completions", "solution_str"}:
+                    yield "reward_func"  # verl's or TRL's: rewards/foreign.py
             case ast.Assign():
                 yield from (target.id for target in statement.targets if isinstance(target, ast.Name))
             case ast.AnnAssign(target=ast.Name(id=name)):
