@@ -1,0 +1,105 @@
+"""A configuration of verl or TRL in our options, by the tables ``verl.yaml`` and ``trl.yaml`` beside this file.
+
+    options   theirs: [ours, their default]; ours null: read by the rules only
+    rules     ours: a Python expression of their values, ``v(name)``; null: nothing is set
+    notes     theirs: [an expression, what is said where it is true]
+    lines     theirs, * for any text: what becomes of it
+
+A value that is given and has no option and no rule has a line: nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import yaml
+
+from openrlhf_ext.inputs import InputError, nearest, read_text, reading
+from openrlhf_ext.options import nest
+
+PROJECTS = ("verl", "trl")
+_WORD = re.compile(r"[+~-]*(?P<name>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
+_SHORT = {"A.": "actor_rollout_ref.actor.", "R.": "actor_rollout_ref.rollout."}
+
+
+def translate(words: Sequence[str], gpus: int | None = None) -> str:
+    """YAML for ``train --config``, with a comment for each option that means something else here, or nothing.
+
+    Args:
+        words: a YAML file, a shell script, or the name of a project; then words NAME=VALUE.
+        gpus: what TRL's configuration leaves to its launcher (1).
+    Raises:
+        InputError: it cannot be read, or a value is not of the kind that the project has.
+    """
+    given = dict(_given(words))
+    project = words[0] if words[0] in PROJECTS else "verl" if any("." in name for name in given) else "trl"
+    table = yaml.safe_load(files(__package__).joinpath(f"{project}.yaml").read_text())
+    with reading(words[0], f"as options of {table['release']}"):
+        ours, lines = _by_table(table, given, gpus or 1)
+    head = f"# of {table['release']}, by openrlhf-ext plan --from {shlex.join(words)}\n"
+    text = yaml.safe_dump(nest(ours), sort_keys=True)
+    return head + "".join(f"# {' '.join(line.split())}\n" for line in sorted(lines)) + text
+
+
+def _by_table(table: Mapping[str, Any], given: Mapping[str, Any], gpus: int) -> tuple[dict[str, Any], list[str]]:
+    options, ours = table["options"], {}
+
+    def v(name: str) -> Any:
+        name = _SHORT.get(name[:2], name[:2]) + name[2:]
+        return given.get(name, options[name][1])
+
+    for theirs, (name, _) in options.items():
+        if name is not None:
+            ours[name] = v(theirs)
+    names = {"v": v, "ours": ours, "gpus": gpus}
+    for name, rule in table["rules"].items():
+        ours[name.format(estimator=ours.get("algo.advantage.estimator"))] = eval(rule, names)
+    lines = [f"{name}: {text}" for name, (rule, text) in table["notes"].items() if eval(rule, names)]
+    for name in given.keys() - options.keys():
+        text = next(text for pattern, text in (table["lines"] | {"*": "not here"}).items() if fnmatchcase(name, pattern))
+        near = nearest(name, options, 0.9)
+        lines.append(f"{name} {given[name]}: {text}" + (f"; there is {near}" if near else ""))
+    return {name: value for name, value in ours.items() if value is not None}, lines
+
+
+def _given(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    source, *more = words
+    if source not in PROJECTS and Path(source).suffix == ".sh":
+        more = [*_words_of_script(source), *more]
+    elif source not in PROJECTS:
+        with reading(source, "as YAML"):
+            yield from _flat(yaml.safe_load(read_text(source)))
+    for word in more:
+        if (found := _WORD.fullmatch(word)) is None:
+            raise InputError(f"plan --from takes NAME=VALUE behind {source}: got {word}")
+        with reading(word, "as NAME=VALUE"):
+            yield found["name"], yaml.safe_load(found["value"])
+
+
+def _flat(tree: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{above}{key}.")
+        elif key != "_target_" and not str(value).startswith("${"):  # a reference to another option
+            yield f"{above}{key}", value
+
+
+def _words_of_script(path: str) -> Iterator[str]:
+    """Words NAME.NAME=VALUE of a shell script, with its own plain variables put in."""
+    variables = dict(os.environ)
+    with reading(path, "as a shell script"):
+        words = shlex.split(read_text(path), comments=True)
+    for word in words:
+        if found := _WORD.fullmatch(word.strip("()")):
+            value = Template(found["value"]).safe_substitute(variables)
+            variables[found["name"]] = value
+            if "." in found["name"]:
+                yield f"{found['name']}={value}"
