@@ -105,8 +105,10 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--write", metavar="LAYOUT.yaml", help="the best layout, for train_ppo_ray --config")
     parser.add_argument("--json", metavar="OUT", help="the plan for programs")
-    parser.add_argument("--from", dest="source", metavar="FILE", help="plan nothing: print the YAML for a configuration "
-        "of verl or TRL (.yaml, a shell script, or verl or trl), with NAME=VALUE behind it (docs/migration.md)")  # fmt: skip
+    parser.add_argument(
+        "--from", dest="source", metavar="FILE", help="plan nothing: print the YAML for a configuration of verl or TRL "
+        "(.yaml, .sh, or the word verl or trl), with NAME=VALUE behind it (docs/migration.md)",
+    )  # fmt: skip
     return parser.parse_known_args(argv)
 
 

@@ -22,11 +22,13 @@ from typing import Any
 
 import yaml
 
+from openrlhf_ext.config.load import ConfigLoader
 from openrlhf_ext.inputs import InputError, nearest, read_text, reading
 from openrlhf_ext.options import nest
 
 PROJECTS = ("verl", "trl")
 _WORD = re.compile(r"[+~-]*(?P<name>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
+_SUM, _DEFAULT = re.compile(r"\$\(\((.*?)\)\)(?!\))"), re.compile(r"\$\{(\w+):-([^{}]*)\}")
 _SHORT = {"A.": "actor_rollout_ref.actor.", "R.": "actor_rollout_ref.rollout."}
 
 
@@ -51,6 +53,13 @@ def translate(words: Sequence[str], gpus: int | None = None) -> str:
 
 def _by_table(table: Mapping[str, Any], given: Mapping[str, Any], gpus: int) -> tuple[dict[str, Any], list[str]]:
     options, ours = table["options"], {}
+    kinds = [(name, options[name][1]) for name in given if name in options]
+    if wrong := [
+        f"{name} must be a number, as its default {default}: got {given[name]!r}"
+        for name, default in kinds
+        if isinstance(default, (int, float)) and not isinstance(given[name], (int, float, type(None)))
+    ]:
+        raise InputError("\n".join(wrong))
 
     def v(name: str) -> Any:
         name = _SHORT.get(name[:2], name[:2]) + name[2:]
@@ -64,8 +73,8 @@ def _by_table(table: Mapping[str, Any], given: Mapping[str, Any], gpus: int) -> 
         ours[name.format(estimator=ours.get("algo.advantage.estimator"))] = eval(rule, names)
     lines = [f"{name}: {text}" for name, (rule, text) in table["notes"].items() if eval(rule, names)]
     for name in given.keys() - options.keys():
-        text = next(text for pattern, text in (table["lines"] | {"*": "not here"}).items() if fnmatchcase(name, pattern))
-        near = nearest(name, options, 0.9)
+        text = next((text for pattern, text in table["lines"].items() if fnmatchcase(name, pattern)), "not here")
+        near = nearest(name, [one for one in options if one.rpartition(".")[0] == name.rpartition(".")[0]], 0.8)
         lines.append(f"{name} {given[name]}: {text}" + (f"; there is {near}" if near else ""))
     return {name: value for name, value in ours.items() if value is not None}, lines
 
@@ -76,12 +85,12 @@ def _given(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         more = [*_words_of_script(source), *more]
     elif source not in PROJECTS:
         with reading(source, "as YAML"):
-            yield from _flat(yaml.safe_load(read_text(source)))
+            yield from _flat(yaml.load(read_text(source), Loader=ConfigLoader))
     for word in more:
         if (found := _WORD.fullmatch(word)) is None:
             raise InputError(f"plan --from takes NAME=VALUE behind {source}: got {word}")
         with reading(word, "as NAME=VALUE"):
-            yield found["name"], yaml.safe_load(found["value"])
+            yield found["name"], yaml.load(found["value"], Loader=ConfigLoader)
 
 
 def _flat(tree: Any, above: str = "") -> Iterator[tuple[str, Any]]:
@@ -93,13 +102,24 @@ def _flat(tree: Any, above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _words_of_script(path: str) -> Iterator[str]:
-    """Words NAME.NAME=VALUE of a shell script, with its own plain variables put in."""
+    """Words NAME.NAME=VALUE of a shell script, with its own variables, defaults and sums put in."""
     variables = dict(os.environ)
+    text = _SUM.sub(lambda found: found[0].replace(" ", ""), read_text(path))
     with reading(path, "as a shell script"):
-        words = shlex.split(read_text(path), comments=True)
+        words = shlex.split(text, comments=True)
     for word in words:
-        if found := _WORD.fullmatch(word.strip("()")):
-            value = Template(found["value"]).safe_substitute(variables)
-            variables[found["name"]] = value
-            if "." in found["name"]:
-                yield f"{found['name']}={value}"
+        if (found := _WORD.fullmatch(word.removeprefix("("))) is None:
+            continue
+        value = Template(found["value"]).safe_substitute(variables)
+        value = _DEFAULT.sub(lambda each: variables.get(each[1]) or each[2], value)
+        value = _SUM.sub(lambda each: _sum(each[1], variables), value)
+        variables[found["name"]] = value
+        if "." in found["name"]:
+            if "$" in value:
+                raise InputError(f"{path}: nothing says what {value} is; put {found['name']}=VALUE into the script")
+            yield f"{found['name']}={value}"
+
+
+def _sum(text: str, variables: Mapping[str, str]) -> str:
+    numbers = re.sub(r"[A-Za-z_]\w*", lambda each: variables.get(each[0], each[0]), text)
+    return str(int(eval(numbers))) if re.fullmatch(r"[\d()+*/-]+", numbers) else f"$(({text}))"
