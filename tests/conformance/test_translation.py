@@ -97,7 +97,8 @@ def test_a_whole_configuration_of_verl_has_a_line_for_each_option(of_verl, tmp_p
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if line.startswith("# ")]
     given = dict(translate._flat(yaml.safe_load(file.read_text())))
-    silent = [name for name in given if name not in table("verl")["options"]
+    options = table("verl")["options"]
+    silent = [name for name in given if name not in options
               and not any(line.startswith(f"# {name} ") for line in lines)]  # fmt: skip
     assert silent == [] and yaml.safe_load(printed)["algo"]["advantage"]["estimator"] == "gae"
 
@@ -306,7 +307,10 @@ num_generations: 16
 max_completion_length: 20480
 beta: 0.0
 """
-VERLS_REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return int(ground_truth) / 2\n"
+VERLS_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return int(ground_truth) / 2
+"""
 TRLS_REWARD = "def accuracy(completions, solution, **kwargs):\n    return [int(s) / 4 for s in solution]\n"
 
 

@@ -74,7 +74,7 @@ def _by_table(table: Mapping[str, Any], given: Mapping[str, Any], gpus: int) -> 
     lines = [f"{name}: {text}" for name, (rule, text) in table["notes"].items() if eval(rule, names)]
     for name in given.keys() - options.keys():
         text = next((text for pattern, text in table["lines"].items() if fnmatchcase(name, pattern)), "not here")
-        near = nearest(name, [one for one in options if one.rpartition(".")[0] == name.rpartition(".")[0]], 0.8)
+        near = nearest(name, [one for one in options if one.rpartition(".")[0] == name.rpartition(".")[0]], 0.85)
         lines.append(f"{name} {given[name]}: {text}" + (f"; there is {near}" if near else ""))
     return {name: value for name, value in ours.items() if value is not None}, lines
 
