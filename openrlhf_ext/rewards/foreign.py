@@ -82,7 +82,7 @@ class _Function:
         written = str(inspect.signature(function).parameters.get("completions", "")) + reads.source
         self._chat = self._is_trls and any(one in written for one in ("list[list", '["content"]', "['content']"))
         said = [
-            f"{self._label} is the label" if self._label else "no column is the label itself",
+            f"{self._label} is the label, or its key of that name" if self._label else "no column is the label itself",
             f"keys that the label must have: {', '.join(one for one in self._needs if one != self._label) or 'none'}",
             f"keys that it may have: {', '.join(one for one in self._may if one != self._label) or 'none'}",
             "texts are messages, the prompt one of a user's as it was rendered" if self._chat else "texts are texts",

@@ -114,7 +114,7 @@ def test_a_name_that_is_close_to_one_says_so(capsys):
     (["no_such.yaml"], "no_such.yaml cannot be read"),
     (["verl", "algorithm"], "takes NAME=VALUE behind verl: got algorithm"),
     (["verl", "actor_rollout_ref.rollout.n=four"],
-        "actor_rollout_ref.rollout.n must be a number, as its default 1: got 'four'"),
+        "ValueError: actor_rollout_ref.rollout.n must be a number, as its default 1: got 'four'"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_one_line(words, complaint, capsys):
     assert plan(["--from", *words]) == 2

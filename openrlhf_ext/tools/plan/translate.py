@@ -15,6 +15,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -43,23 +44,30 @@ def translate(words: Sequence[str], gpus: int | None = None) -> str:
     """
     given = dict(_given(words))
     project = words[0] if words[0] in PROJECTS else "verl" if any("." in name for name in given) else "trl"
-    table = yaml.safe_load(files(__package__).joinpath(f"{project}.yaml").read_text())
+    table = _table(project)
     with reading(words[0], f"as options of {table['release']}"):
         ours, lines = _by_table(table, given, gpus or 1)
-    head = f"# of {table['release']}, by openrlhf-ext plan --from {shlex.join(words)}\n"
-    text = yaml.safe_dump(nest(ours), sort_keys=True)
-    return head + "".join(f"# {' '.join(line.split())}\n" for line in sorted(lines)) + text
+        head = f"# of {table['release']}, by openrlhf-ext plan --from {shlex.join(words)}\n"
+        notes = "".join(f"# {' '.join(line.split())}\n" for line in sorted(lines))
+        text = head + notes + yaml.safe_dump(nest(ours), sort_keys=True)
+        text.encode()  # no half of a character, which no terminal shows
+    return text
+
+
+@cache
+def _table(project: str) -> dict[str, Any]:
+    return yaml.safe_load(files(__package__).joinpath(f"{project}.yaml").read_text())
 
 
 def _by_table(table: Mapping[str, Any], given: Mapping[str, Any], gpus: int) -> tuple[dict[str, Any], list[str]]:
     options, ours = table["options"], {}
     kinds = [(name, options[name][1]) for name in given if name in options]
     if wrong := [
-        f"{name} must be a number, as its default {default}: got {given[name]!r}"
+        f"{name} must be a number, as its default {default}: got {given[name]!r:.80}"
         for name, default in kinds
         if isinstance(default, (int, float)) and not isinstance(given[name], (int, float, type(None)))
     ]:
-        raise InputError("\n".join(wrong))
+        raise ValueError("; ".join(wrong))
 
     def v(name: str) -> Any:
         name = _SHORT.get(name[:2], name[:2]) + name[2:]
@@ -89,7 +97,7 @@ def _given(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     for word in more:
         if (found := _WORD.fullmatch(word)) is None:
             raise InputError(f"plan --from takes NAME=VALUE behind {source}: got {word}")
-        with reading(word, "as NAME=VALUE"):
+        with reading(f"{source}: {found['name']}", "as NAME=VALUE"):
             yield found["name"], yaml.load(found["value"], Loader=ConfigLoader)
 
 
