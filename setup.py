@@ -61,16 +61,20 @@ setup(
     version="0.1.0",
     license="Apache-2.0",
     description="OpenRLHF with a Megatron-core policy and entropy-shaped credit assignment",
-    packages=[*find_packages(include=["openrlhf_ext", "openrlhf_ext.*"]), *(f"openrlhf_ext.{name}" for name in SHIPPED)],
+    packages=[
+        *find_packages(include=["openrlhf_ext", "openrlhf_ext.*"]),
+        *(f"openrlhf_ext.{name}" for name in SHIPPED),
+    ],
     package_dir={f"openrlhf_ext.{name}": name for name in SHIPPED},
     package_data={
         "openrlhf_ext": ["py.typed", "options.schema.json"], "openrlhf_ext.tools.report": ["page.html"],
+        "openrlhf_ext.tools.plan": ["verl.yaml", "trl.yaml"],
         "openrlhf_ext.configs": ["*.yaml", "*/*.yaml", "models/*/*"], "openrlhf_ext.requirements": ["*.lock"],
     },  # fmt: skip
     entry_points={"console_scripts": ["openrlhf-ext = openrlhf_ext.cli.main:main"]},
     python_requires=">=3.11",
-    # openrlhf_ext.algorithms and openrlhf_ext.head need torch alone (2.10: openrlhf_ext/head/kernels.py), the doctor the
-    # others.
+    # openrlhf_ext.algorithms and openrlhf_ext.head need pydantic and torch (2.10: openrlhf_ext/head/kernels.py), the
+    # doctor the others.
     install_requires=["psutil", "pydantic>=2", "pyyaml", "torch>=2.10"],
     extras_require=EXTRAS,
 )

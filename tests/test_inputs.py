@@ -35,6 +35,7 @@ from openrlhf_ext.tools.evaluate.problems import Problem, Store, load_benchmark,
 from openrlhf_ext.tools.evaluate.protocols import DEFAULTS
 from openrlhf_ext.tools.evaluate.request import Request
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
+from openrlhf_ext.tools.plan.translate import translate
 from openrlhf_ext.tools.report.page import page_data, read_runs
 from tests.config.test_file_rules import write_records
 from tests.models import make_tiny_policy, save_tensors
@@ -129,6 +130,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"    estimator: gtpo_entropy\n  gtpo_entropy: {{alpha1: 1.0}}\nckpt: {{output_dir: {folder}/out, "
         f"path: {folder}/ckpt, save_steps: 5}}\nmegatron.param_dtype: fp32\n"
     )
+    words = ["algorithm.adv_estimator=grpo", "data.train_batch_size=64", "actor_rollout_ref.rollout.n=4"]
+    (folder / "verl.sh").write_text("n=$((2 * 2))\nrun " + " \\\n    ".join(words) + " data.max_response_length=${n}\n")
+    (folder / "verl.yaml").write_text("algorithm: {adv_estimator: grpo}\ndata: {train_files: [a, b], x: 1}\n")
+    (folder / "trl.yaml").write_text("learning_rate: 1e-6\nloss_type: dapo\nbeta: 0.1\nnum_generations: 4\n")
     make_run(folder / "run", 10, samples=False)
     make_run(folder / "sampled", 1)
     shutil.copy(folder / "sampled/samples.jsonl", folder / "rollouts.jsonl")
@@ -204,6 +209,7 @@ ASKED_FOR_NOTHING = dict.fromkeys(("protocol", "completions", *DEFAULTS))  # opt
 KINDS: dict[str, Callable[[Path], Any]] = {
     "run.yaml": read_configuration,
     **dict.fromkeys(["data.jsonl", "array.json", "data.csv", "data.parquet", "data.arrow"], read_data),
+    **dict.fromkeys(["verl.sh", "verl.yaml", "trl.yaml"], lambda path: translate([str(path)])),
     "model/config.json": lambda path: read_model_shape(path.parent),
     **dict.fromkeys(["model/tokenizer.json", "model/tokenizer_config.json"], read_tokenizer),
     **dict.fromkeys(["model/model.safetensors", "sharded/model.safetensors.index.json"], read_weights),

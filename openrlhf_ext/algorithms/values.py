@@ -24,7 +24,7 @@ def value_loss(
     """
     error_N = (values_N - returns_N) ** 2
     if clip is not None:
-        near_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
+        near_N = values_N.clamp(old_values_N - clip, old_values_N + clip)
         error_N = torch.maximum(error_N, (near_N - returns_N) ** 2)
     return 0.5 * error_N.sum() / tokens.to(error_N.dtype)
 
@@ -34,7 +34,7 @@ def value_clip_fraction(
     values_N: Tensor, old_values_N: Tensor, returns_N: Tensor, *, clip: float, tokens: Tensor
 ) -> Tensor:
     """Share of the `tokens` tokens whose value gets no gradient, because the clipped value has the larger error."""
-    near_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
+    near_N = values_N.clamp(old_values_N - clip, old_values_N + clip)  # V itself inside: a sum would round it
     cut_N = (near_N - returns_N) ** 2 > (values_N - returns_N) ** 2
     return cut_N.sum() / tokens.to(values_N.dtype)
 

@@ -41,7 +41,8 @@ _ALLOWED_ERRORS = 3.0
 def main(argv: Sequence[str] | None = None) -> int:
     silence_libraries()
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger("openrlhf_ext.tools.evaluate").setLevel(logging.INFO)  # progress
+    for said in ("tools.evaluate", "rewards.pool"):  # progress, and how a reward function is called
+        logging.getLogger(f"openrlhf_ext.{said}").setLevel(logging.INFO)
     arguments = _parser().parse_args(argv)
     request = Request(arguments)
     try:

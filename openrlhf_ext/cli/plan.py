@@ -37,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     silence_libraries()
     argv = sys.argv[1:] if argv is None else argv
     arguments, words = _parse(argv)
+    if arguments.source is not None:
+        return _translate([arguments.source, *words], arguments.gpus)
     from openrlhf_ext.tools.plan.search import PlanError, Planner
     from openrlhf_ext.tools.plan.seconds import card
 
@@ -60,6 +62,17 @@ def main(argv: list[str] | None = None) -> int:
     print("\n".join(plan_lines(planner, found, gpus)))
     if arguments.write:
         print(f"\nwritten: {arguments.write}; openrlhf-ext train --config RECIPE --config it")
+    return 0
+
+
+def _translate(words: list[str], gpus: int | None) -> int:
+    from openrlhf_ext.tools.plan.translate import translate
+
+    try:
+        print(translate(words, gpus), end="")
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 
@@ -94,6 +107,10 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--write", metavar="LAYOUT.yaml", help="the best layout, for train_ppo_ray --config")
     parser.add_argument("--json", metavar="OUT", help="the plan for programs")
+    parser.add_argument(
+        "--from", dest="source", metavar="FILE", help="plan nothing: print the YAML for a configuration of verl or TRL "
+        "(.yaml, .sh, or the word verl or trl), with NAME=VALUE behind it (docs/migration.md)",
+    )  # fmt: skip
     return parser.parse_known_args(argv)
 
 

@@ -30,7 +30,8 @@ from openrlhf_ext.reporting import TerminalHandler
 
 def main(argv: list[str] | None = None) -> int:
     """0; 1 if the run failed; 2 if the configuration is wrong; 3 if a dry run cannot say that it is right; 130 after
-    Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; 128 + n if signal n killed the driver, 137 also if it had to be ended."""
+    Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; 128 + n if signal n killed the driver, 137 also if it had to be
+    ended."""
     # read when tqdm, Ray and torch are first used, so set before
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # a step's host tensors take larger, fewer pages

@@ -211,7 +211,7 @@ def _remote_url_violations(option: str, remote_url: str) -> Iterator[Violation]:
             (option,), f"{option} takes one .py file, or one or more http URLs separated by commas: got {remote_url}"
         )
     for path in files:
-        yield from _definition_violations(option, path, "reward_func")
+        yield from _definition_violations(option, path, "reward_func", "reward_funcs")
 
 
 # ---- what is written ---------------------------------------------------------------------------------------------

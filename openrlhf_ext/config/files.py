@@ -149,8 +149,8 @@ def model_folder(name: str) -> str | None:
 def unknown_model(name: str) -> str:
     known = ", ".join(sorted(folder.name for folder in _KNOWN.iterdir()))
     return (
-        f"{name} is a hub name whose config.json is not on this machine (configs/models has {known}); give a folder that holds the "
-        "model's config.json, no weights are needed"
+        f"{name} is a hub name whose config.json is not on this machine (configs/models has {known}); give a folder "
+        "that holds the model's config.json, no weights are needed"
     )
 
 
@@ -275,6 +275,9 @@ def _top_level_names(statements: list[ast.stmt]) -> Iterator[str]:
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 yield statement.name
+                takes = getattr(statement, "args", None)
+                if takes and {one.arg for one in (*takes.args, *takes.kwonlyargs)} & {"completions", "solution_str"}:
+                    yield "reward_func"  # verl's or TRL's: rewards/foreign.py
             case ast.Assign():
                 yield from (target.id for target in statement.targets if isinstance(target, ast.Name))
             case ast.AnnAssign(target=ast.Name(id=name)):

@@ -103,7 +103,8 @@ RENAMED = {
     # batches and lengths
     "micro_train_batch_size": "train.micro_batch_size", "micro_rollout_batch_size": "rollout.micro_batch_size",
     "n_samples_per_prompt": "rollout.n_samples_per_prompt", "use_dynamic_batch": "train.dynamic_batch_enable",
-    "temperature": "rollout.temperature", "top_p": "rollout.top_p", "full_determinism": "train.full_determinism_enable",
+    "max_new_tokens": "rollout.max_new_tokens", "temperature": "rollout.temperature", "top_p": "rollout.top_p",
+    "full_determinism": "train.full_determinism_enable",
     # data
     "prompt_data": "data.prompt_dataset", "prompt_data_probs": "data.prompt_probs",
     # optimizer

@@ -7,6 +7,8 @@ workers import this: no torch, no numpy here.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
 import math
 import numbers
@@ -70,6 +72,15 @@ class Grader(Protocol):
 
     async def aclose(self) -> None:
         """Release processes and connections."""
+
+
+def settled(result: Any) -> Any:
+    """The result of a call, of an async function once it is there."""
+
+    async def wait() -> Any:
+        return await result
+
+    return asyncio.run(wait()) if inspect.isawaitable(result) else result
 
 
 class InvalidAnswer(ValueError):

@@ -17,6 +17,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any
@@ -53,6 +54,12 @@ _STACK_WAIT_S, _STACK_POLL_S = 10.0, 0.2
 _REAP_S = 10.0
 _STACK_BYTES = 8192
 _CLOSE_S = 15.0
+
+
+@cache
+def _say(text: str) -> None:
+    """Once in a process, however many workers say it."""
+    logger.info(text)
 
 
 class WorkerHung(Exception):
@@ -110,6 +117,8 @@ class WorkerProcess:
         if reply[0] == "import_error":
             self.kill()
             raise RewardImportError(f"the reward file {self._reward_path} cannot be used:\n{reply[1]}")
+        if reply[1] is not None:
+            _say(f"{self._reward_path}: {reply[1]}")
 
     def ask(self, query: str, prompt: str, label: Any, completion: str, timeout_s: float) -> tuple[str, Any]:
         """The worker's reply to one sample. Raises WorkerHung: the process still runs, kill it; WorkerDied."""

@@ -1,6 +1,7 @@
 """The process that imports and calls the user's reward function. It imports the user's file and nothing heavy.
 
-Protocol, pickled over one connection: the worker sends ``("ready",)`` or ``("import_error", text)``; then for each
+Protocol, pickled over one connection: the worker sends ``("ready", how verl's or TRL's function is
+called or None)`` or ``("import_error", text)``; then for each
 ``(query, prompt, label, completion)`` it answers ``("graded", RewardResult)``, ``("raised", traceback)`` or
 ``("invalid", text)``.
 """
@@ -24,7 +25,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from openrlhf_ext.rewards.grading import InvalidAnswer, parse_answer
+from openrlhf_ext.rewards.foreign import ForeignReward, is_foreign
+from openrlhf_ext.rewards.grading import InvalidAnswer, parse_answer, settled
 from openrlhf_ext.user_code import told
 
 RewardFunction = Callable[..., Any]
@@ -33,11 +35,6 @@ _MODULE_NAME = "reward_func"  # as OpenRLHF names the module of the user's file
 _PR_SET_PDEATHSIG = 1
 _PARENT_POLL_S = 1.0
 _POSITIONAL = ("queries", "prompts", "labels")
-_FROM_TRL = """. This is TRL's form. Here it is
-    def reward_func(queries, prompts, labels, completions, **kwargs):
-        return {"rewards": your_function(completions)[0]}
-TRL's prompts and completions keep their names, a column such as answer is labels (--data.label_key answer), and queries
-are prompt and completion as one text"""
 
 
 def main(connection_fd: int, stack_fd: int, parent_pid: int, memory_mib: int, reward_path: str) -> None:
@@ -55,46 +52,53 @@ def main(connection_fd: int, stack_fd: int, parent_pid: int, memory_mib: int, re
         except BaseException:  # noqa: B036  user code may raise SystemExit; the pool must hear of it
             connection.send(("import_error", _user_traceback()))
             return
-        connection.send(("ready",))
+        connection.send(("ready", getattr(function, "said", None)))
         while True:
             connection.send(_grade(function, *connection.recv()))
 
 
 def load_reward_function(reward_path: str) -> RewardFunction:
     """The file's ``reward_func(queries, prompts, labels, **kwargs)``; one that takes it gets ``completions`` too: what
-    the model wrote, without the token that ended it. Raises AttributeError: there is none; whatever the file raises."""
+    the model wrote, without the token that ended it. Or verl's or TRL's: so called, ``compute_score``, the only one of
+    the file, or a list ``reward_funcs``. Raises AttributeError: there is none; TypeError: it cannot be called; whatever
+    the file raises."""
     module = _import_file(reward_path)
     function = getattr(module, "reward_func", None)
-    if not callable(function):
-        public = sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
-        raise AttributeError(f"{reward_path} defines no function reward_func; it defines {public}")
-    _check_signature(function, reward_path)
-    return function
+    if callable(function):
+        if (wrong := _wrong_signature(function)) is None:
+            return function
+        if is_foreign(function):
+            return ForeignReward([function])
+        code = getattr(function, "__code__", None)
+        place = f"{reward_path}, line {code.co_firstlineno}" if code is not None else reward_path
+        raise TypeError(
+            f"{place}: reward_func{inspect.signature(function)} cannot be called as reward_func(queries, prompts, "
+            f"labels, **kwargs): {wrong}. Each is a list of one; it returns {{'rewards': number, 'scores': number}}"
+        )
+    if hasattr(module, "reward_funcs"):
+        return ForeignReward(module.reward_funcs, getattr(module, "reward_weights", None))
+    public = {name: one for name, one in vars(module).items() if callable(one) and not name.startswith("_")}
+    foreign = [name for name, one in public.items() if one.__module__ == _MODULE_NAME and is_foreign(one)]
+    if len(foreign) == 1 or "compute_score" in foreign:
+        return ForeignReward([public["compute_score" if "compute_score" in foreign else foreign[0]]])
+    choose = f"; say reward_func = one of {', '.join(foreign)}, or list them in reward_funcs" if foreign else ""
+    raise AttributeError(f"{reward_path} defines no function reward_func; it defines {sorted(public)}{choose}")
 
 
-def _check_signature(function: RewardFunction, reward_path: str) -> None:
-    """The function takes what ``call_reward`` gives it, in that order."""
+def _wrong_signature(function: RewardFunction) -> str | None:
+    """Why the function does not take what ``call_reward`` gives it, in that order; None if it does."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of compiled code
-        return
-    names = list(signature.parameters)
-    wrong = ""
+        return None
     try:
         signature.bind(*_POSITIONAL, **dict.fromkeys(["completions"] if _takes_completions(function) else []))
     except TypeError as error:
-        wrong = str(error)
-    if not wrong and (moved := [n for at, n in enumerate(names) if n in _POSITIONAL and n != _POSITIONAL[at]]):
-        wrong = f"{', '.join(moved)} not in its place"
-    if not wrong:
-        return
-    from_trl = "completions" in names and "queries" not in names
-    code = getattr(function, "__code__", None)
-    place = f"{reward_path}, line {code.co_firstlineno}" if code is not None else reward_path
-    raise TypeError(
-        f"{place}: reward_func{signature} cannot be called as reward_func(queries, prompts, labels, **kwargs): {wrong}"
-        ". Each is a list of one; it returns {'rewards': number, 'scores': number}" + (_FROM_TRL if from_trl else "")
-    )
+        return str(error)
+    if "solution_str" in signature.parameters:
+        return "solution_str is of verl's form"
+    moved = [n for at, n in enumerate(signature.parameters) if n in _POSITIONAL and n != _POSITIONAL[at]]
+    return f"{', '.join(moved)} not in its place" if moved else None
 
 
 def _import_file(path: str) -> ModuleType:
@@ -111,7 +115,7 @@ def _import_file(path: str) -> ModuleType:
 def call_reward(function: RewardFunction, query: str, prompt: str, label: Any, completion: str) -> Any:
     """A reward function's answer to one sample, told the completion if it takes that; raises what it raises."""
     more = {"completions": [completion]} if _takes_completions(function) else {}
-    return function([query], [prompt], [label], **more)
+    return settled(function([query], [prompt], [label], **more))
 
 
 def _takes_completions(function: RewardFunction) -> bool:
@@ -126,6 +130,8 @@ def _grade(function: RewardFunction, query: str, prompt: str, label: Any, comple
     started = time.perf_counter()
     try:
         answer = call_reward(function, query, prompt, label, completion)
+    except InvalidAnswer as error:
+        return "invalid", str(error)
     except BaseException:  # noqa: B036  SystemExit in user code is a failure of this sample, not the worker's end
         return "raised", _user_traceback()
     try:

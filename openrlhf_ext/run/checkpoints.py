@@ -433,7 +433,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
             f"{folder} holds no {GROUPS}: it was written by an earlier release, whose place in the data means nothing "
             "to this one. Start a new run from weights in Hugging Face form (ckpt.save_hf, ckpt.output_dir)"
         )
-    return read_plain(folder / CONTROLLER)
+    return check(read_plain(folder / CONTROLLER), str(folder / CONTROLLER), {"options": MAP})
 
 
 def _state_faults(

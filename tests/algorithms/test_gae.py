@@ -108,3 +108,9 @@ def test_gae_needs_values() -> None:
     batch, _ = ragged(0)
     with pytest.raises(ValueError, match="needs RolloutBatch.values"):
         get_algorithm("gae").shape(dataclasses.replace(batch, values=None))
+
+
+def test_a_value_inside_the_clip_range_is_not_counted_as_clipped():
+    """Old value plus difference need not be the value again: its rounding is no clipping."""
+    old, values, returns = torch.randn(3, 1000)
+    assert value_clip_fraction(values, old, returns, clip=10.0, tokens=torch.tensor(1000)) == 0

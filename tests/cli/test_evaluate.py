@@ -110,6 +110,21 @@ def test_saved_completions_are_counted_as_by_hand(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("source", [
+    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    "    return {'score': 2.0 * (ground_truth in solution_str), 'acc': ground_truth in solution_str}\n",
+    "async def right(completions, answer, **kwargs):\n"
+    "    return [float(a in c) for a, c in zip(answer, completions, strict=True)]\n",
+], ids=["verl", "trl"])  # fmt: skip
+def test_reward_functions_of_verl_and_trl_grade(source: str, saved: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", [{"question": "a", "answer": "73"}, {"question": "b", "answer": "5"}])
+    (tmp_path / "theirs.py").write_text(source)
+    words = ["--data", str(data), "--completions", str(saved), "--reward", str(tmp_path / "theirs.py"), *QUICK]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    (result,) = json.loads((tmp_path / "out/results.json").read_text())
+    assert result["accuracy"] == 2 / 8
+
+
 def test_where_no_completion_states_an_answer_there_is_no_vote(
     tmp_path: Path, two: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

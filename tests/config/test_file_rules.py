@@ -292,13 +292,16 @@ def test_a_data_file_has_one_split(run_dir: Path, problems):
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("def reward(q): ...\n", "must define reward_func at top level; it defines reward"),
+        ("def reward(q): ...\n", "must define reward_func or reward_funcs at top level; it defines reward"),
         ("def broken(:\n", "cannot be read as Python: SyntaxError"),
         ("class A:\n    def reward_func(self): ...\n", "must define reward_func"),
         ("def reward_func(q): ...\n", None),
         ("async def reward_func(q): ...\n", None),
         ("from rewards import grade as reward_func\n", None),
         ("reward_func = print\n", None),
+        ("reward_funcs = [print]\n", None),
+        ("def compute_score(data_source, solution_str, ground_truth): ...\n", None),
+        ("async def anything(*, completions): ...\n", None),
         ("try:\n    from a import reward_func\nexcept ImportError:\n    reward_func = None\n", None),
         ("from rewards import *\n", None),
     ],

@@ -19,6 +19,7 @@ def test_every_present_name_is_an_option_and_no_earlier_one_is():
     [
         ("pretrain", "actor.model_name_or_path"),
         ("micro_train_batch_size", "train.micro_batch_size"),
+        ("max_new_tokens", "rollout.max_new_tokens"),  # of 0.9.9 to 0.10.1; eval has one of that name too
         ("n_samples_per_prompt", "rollout.n_samples_per_prompt"),  # eval has one of that name too
         ("actor_num_nodes", "actor.num_nodes"),
         ("ds_tensor_parallel_size", "ds.tensor_parallel_size"),
@@ -49,6 +50,16 @@ def test_a_script_of_an_earlier_release_is_read_as_todays(load):
         "defaults of OpenRLHF 0.9, whose names are used: rollout.micro_batch_size 8"
     )
     assert zero.startswith("ds.zero_stage is not an option of the Megatron policy") and "got 3" in zero
+
+
+def test_lengths_of_0_10_1_mean_what_they_meant(load, problems):
+    """``--max_len`` was of prompt and response, and without ``--max_new_tokens`` a response had the rest."""
+    config = load("--max_len", "300", "--max_new_tokens", "77")
+    assert (config.data.max_len, config.rollout.max_new_tokens) == (300, 77)
+    assert "max_new_tokens; they are read as data.max_len 300, rollout.max_new_tokens 77" in config.warnings[0]
+    assert config.sources["rollout.max_new_tokens"].endswith("in its earlier name")
+    (wrong,) = problems("--max_new_tokens", "many")
+    assert wrong.startswith("rollout.max_new_tokens: expected integer") and "in its earlier name" in wrong
 
 
 def test_strict_refuses_what_is_otherwise_a_line(load, problems):

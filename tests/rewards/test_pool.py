@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -285,8 +286,6 @@ def test_a_file_that_does_not_import_is_reported_at_the_start(tmp_path: Path, so
 
 
 FORMS = {
-    "def reward_func(completions, **kwargs): ...": "This is TRL's form. Here it is",
-    "def reward_func(prompts, completions, answer, **kwargs): ...": "multiple values for .*TRL's form",
     "def reward_func(prompts, queries, labels): ...": "prompts, queries not in its place. Each is a list of one",
     "def reward_func(queries, labels): ...": "too many positional arguments. Each is a list of one",
 }
@@ -299,6 +298,15 @@ def test_a_function_that_cannot_be_called_is_refused_before_the_first_sample(tmp
     with pytest.raises(RewardImportError, match=FORMS[source]) as error:
         checked(path)
     assert f"{path}, line 1: reward_func(" in str(error.value) and "reward_func(queries, prompts" in str(error.value)
+
+
+def test_trls_function_is_called_and_how_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "trl.py"
+    path.write_text("async def reward(completions, answer, **kwargs):\n    return [float(completions == answer)]\n")
+    with caplog.at_level("INFO"), RewardPool(options(path, num_workers=2)) as pool:
+        pool.check()
+        assert pool.submit("q: 4", "q: ", "4", "4").result() == RewardResult(1.0, 1.0, {}, ANY)
+    assert caplog.text.count("trl.py: reward is called as TRL does; answer is the label") == 1
 
 
 def checked(path: Path, start_timeout_s: float = 120.0) -> None:

@@ -169,7 +169,8 @@ class Reward(Section):
         "scores whole batches in the place of reward.remote_url or an agent (docs/algorithms.md)", path="input")
     remote_url: str | None = option(None,
         "where responses are graded: a .py file that defines reward_func(queries, prompts, labels), which gets "
-        "completions too if it takes them, or the http(s) URLs of reward servers, separated by commas", path="input")
+        "completions too if it takes them, or a function in verl's or TRL's form (docs/migration.md); or the http(s) "
+        "URLs of reward servers, separated by commas", path="input")
     offload: bool = option(False, "keep the reward model's weights in host memory while it has nothing to score")
     timeout_s: Float = added(30,
         "longest time one call of the reward function, one request to a reward server, or what an agent awaits "

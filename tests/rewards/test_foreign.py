@@ -1,0 +1,122 @@
+"""Reward functions as verl's and TRL's documentation and examples write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openrlhf_ext.rewards.grading import InvalidAnswer, RewardResult, parse_answer
+from openrlhf_ext.rewards.worker import call_reward, load_reward_function
+
+
+@pytest.fixture
+def graded(tmp_path: Path) -> Any:
+    """``graded(source, label, completion)``: the grade by the function of a file."""
+
+    def grade(source: str, label: Any = "4", completion: str = "#### 4") -> RewardResult:
+        path = tmp_path / "rewards.py"
+        path.write_text(source)
+        function = load_reward_function(str(path))
+        return parse_answer(call_reward(function, "2+2=" + completion, "2+2=", label, completion))
+
+    return grade
+
+
+VERL = "def {}(data_source, solution_str, ground_truth, extra_info=None):\n    {}\n"
+EQUAL = "solution_str == '#### ' + ground_truth"
+
+
+@pytest.mark.parametrize("name", ["compute_score", "reward_func", "my_reward"])
+def test_verls_function_gets_completion_and_label(graded, name):
+    assert graded(VERL.format(name, f"return {EQUAL}")).reward == 1
+    assert graded(VERL.format(name, f"return {EQUAL}"), label="5").reward == 0
+
+
+def test_verls_dict_has_score_accuracy_and_logs(graded):
+    found = graded(VERL.format("compute_score", "return {'score': -1.0, 'acc': True, 'pred': 'x', 'format': 0.5}"))
+    assert (found.reward, found.score, found.extra_logs) == (-1.0, 1.0, {"format": 0.5})
+    with pytest.raises(InvalidAnswer, match=r"without the key 'score'; its keys are \['value'\]"):
+        graded(VERL.format("compute_score", "return {'value': 1}"))
+
+
+def test_verls_other_columns_are_keys_of_the_label(graded):
+    source = VERL.format("compute_score", "return len(data_source) + extra_info['index'] + (ground_truth == '4') / 2")
+    assert graded(source, {"data_source": "abc", "ground_truth": "4", "extra_info": {"index": 10}}).reward == 13.5
+    with pytest.raises(InvalidAnswer, match="needs data_source, and a run hands on one column, the label"):
+        graded(source)
+    reward_model = {"style": "rule", "ground_truth": "4"}  # as verl's prepared data have it
+    assert graded(VERL.format("compute_score", f"return {EQUAL}"), reward_model).reward == 1
+    none = VERL.format("compute_score", "return float(extra_info is None)")
+    assert graded(none).reward == 1, "its default; the line says that it is given where the label has it"
+
+
+@pytest.mark.parametrize("head", [
+    "def reward_len(completions, answer, **kwargs):",
+    "def reward_len(prompts, completions, answer, **kwargs):",
+    "def reward_len(*, completions, answer):",
+    "def reward_len(completions, answer, weight=0.5, trainer_state=None, **kwargs):",
+    "async def reward_len(completions, answer, **kwargs):",
+    "def reward_len(completions, **kwargs):\n    answer = kwargs['answer']",
+    "def reward_len(completions, **kwargs):\n    answer = kwargs.get('answer')",
+    "def reward_len(completions, answer=None):",
+])  # fmt: skip
+def test_trls_function_gets_lists_of_one(graded, head):
+    body = "\n    return [1.0 if c == '#### ' + a else 0.25 for c, a in zip(completions, answer, strict=True)]\n"
+    assert graded(head + body).reward == 1
+    assert graded(head + body, label="5").reward == 0.25
+    assert graded(head + body, label={"answer": "4", "level": 3}).reward == 1
+
+
+def test_trls_messages_are_seen_in_annotation_and_source(graded):
+    """TRL hands on messages where the prompts are chats; the function says which it takes."""
+    body = "    return [float(len(c[0]['content'])) for c in completions]\n"
+    assert graded("def f(completions, **kwargs):\n" + body).reward == 6
+    chat = "def f(completions: list[list[dict[str, str]]], prompts, **kwargs):\n    return [len(prompts[0][-1])]\n"
+    assert graded(chat).reward == 2
+
+
+def test_trls_several_columns_are_keys_of_the_label(graded):
+    source = "def f(completions, low, high, **kwargs):\n    return [low[0] + high[0] + len(kwargs)]\n"
+    assert graded(source, {"low": 1, "high": 2, "more": 0}).reward == 3 + 2, "prompts and more"
+    with pytest.raises(InvalidAnswer, match="needs high, low, and .* object with the keys high, low"):
+        graded(source)
+
+
+def test_trls_functions_are_summed_without_those_that_say_none(graded):
+    both = (
+        "def right(completions, answer, **kwargs):\n    return [2.0]\n"
+        "def other(completions, **kwargs):\n    return [None]\n"
+    )
+    with pytest.raises(AttributeError, match="defines no function reward_func; .*one of right, other, or list them"):
+        graded(both)
+    assert graded(both + "reward_funcs = [right, other]\nreward_weights = [0.5, 3.0]").reward == 1
+    assert graded(both + "reward_func = right").reward == 2
+    with pytest.raises(InvalidAnswer, match="no function graded this completion"):
+        graded(both + "reward_func = other")
+    with pytest.raises(TypeError, match="1 numbers for 2 reward_funcs"):
+        graded(both + "reward_funcs = [right, other]\nreward_weights = [0.5]")
+    with pytest.raises(TypeError, match="in TRL's or verl's form: got 'some/model'"):
+        graded("reward_funcs = ['some/model']")
+
+
+@pytest.mark.parametrize("head", [
+    "def f(completions, completion_ids):", "def f(completions, log_metric, **kwargs):",
+    "def f(completions, **kwargs):\n    kwargs['trainer_state']",
+])  # fmt: skip
+def test_what_nobody_has_is_refused_by_name(graded, head):
+    with pytest.raises(TypeError, match="f needs (completion_ids|log_metric|trainer_state), which nobody has here"):
+        graded(head + "\n    return [0.0]\n")
+
+
+def test_two_rewards_for_one_completion_are_refused(graded):
+    with pytest.raises(InvalidAnswer, match="returned 2 rewards for one completion"):
+        graded("def f(completions, **kwargs):\n    return [0.0, 1.0]\n")
+
+
+def test_our_own_form_comes_first_and_may_be_async(graded):
+    own = "async def reward_func(queries, prompts, labels, completions):\n    return {'rewards': len(labels[0])}\n"
+    assert graded(own).reward == 1
+    beside = "def helper(completions, **kwargs):\n    return [5.0]\n"
+    assert graded(own + beside).reward == 1
