@@ -35,6 +35,7 @@ from typing import Any
 import psutil
 
 from openrlhf_ext.cli.main import CommandParser, silence_libraries
+from openrlhf_ext.inputs import shipped
 from openrlhf_ext.outputs import aligned
 from openrlhf_ext.patches import PatchStatus, status
 from openrlhf_ext.patches.base import installed_version
@@ -411,7 +412,9 @@ def _section(title: str, rows: Sequence[tuple[str, ...]]) -> str:
 def _verdict(report: Report) -> str:
     if not report.problems:
         return "Everything needed is there."
-    remedy = "bash examples/scripts/setup_env.sh" + ("" if report.extra == "cpu" else " gpu")
+    script = "bash examples/scripts/setup_env.sh" + ("" if report.extra == "cpu" else " gpu")
+    lock = shipped("requirements") / f"{report.extra}.lock"
+    remedy = script if lock.parent.parent.name != "openrlhf_ext" else f"pip install --no-deps -r {lock}, torch apart"
     return "\n  ".join(["Problems", *report.problems, f"Remedy: {remedy}"])
 
 

@@ -10,12 +10,13 @@ import importlib
 import os
 import select
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from openrlhf_ext import __version__
-from openrlhf_ext.inputs import nearest
+from openrlhf_ext.inputs import nearest, shipped
 
 _COMMANDS = {
     "train": ("train_ppo_ray", "train a policy: --config FILE.yaml; with --dry_run say whether it would start"),
@@ -37,6 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()
+    except ModuleNotFoundError as error:
+        if not _is_of_the_stack(error):
+            raise
+        print(missing_stack(f"openrlhf-ext needs {error.name}, which is not installed"), file=sys.stderr)
+        return 2
     except BrokenPipeError:
         if not _reader_has_left():
             raise
@@ -63,6 +69,22 @@ def _run(words: list[str]) -> int:
     command = importlib.import_module(f"openrlhf_ext.cli.{_COMMANDS[name][0]}")
     status: int = command.main(words[1:])
     return status
+
+
+def _is_of_the_stack(error: ModuleNotFoundError) -> bool:
+    """Whether this package imports what is missing, and not the user's own file."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).split(".")[0] == "openrlhf_ext" != (error.name or "").split(".")[0]
+
+
+def missing_stack(what: str) -> str:
+    """What is missing, and how the stack is installed where `setup_env.sh` of the checkout is not used."""
+    locks, pins = shipped("requirements"), "torch==2.13.0 deepspeed==0.19.6"
+    return (
+        f"{what}. In a checkout, bash examples/scripts/setup_env.sh installs all that is needed; elsewhere, with CUDA "
+        f"gpu.lock instead:\n  pip install --no-deps -r {locks / 'cpu.lock'}\n  DS_BUILD_OPS=0 pip install "
+        f"--use-pep517 --no-deps {pins}\nopenrlhf-ext doctor then says what is still missing"
+    )
 
 
 def _reader_has_left() -> bool:

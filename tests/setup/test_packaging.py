@@ -14,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from openrlhf_ext.cli.doctor import pinned_packages
+from openrlhf_ext.cli.main import missing_stack
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,9 +146,30 @@ def test_tests_are_not_packaged_and_patches_are() -> None:
     given = json.loads(result.stdout)
     packages, data = given["packages"], given["package_data"]
     assert {"py.typed", "options.schema.json"} <= set(data["openrlhf_ext"])
-    assert all((ROOT / package.replace(".", "/") / name).is_file() for package, names in data.items() for name in names)
-    assert "openrlhf_ext.patches" in packages and "openrlhf_ext.algorithms" in packages
+    for package, patterns in data.items():
+        folder = ROOT / given["package_dir"].get(package, package.replace(".", "/"))
+        assert all(any(folder.glob(pattern)) for pattern in patterns), package
+    assert {"openrlhf_ext.patches", "openrlhf_ext.configs", "openrlhf_ext.algorithms"} <= set(packages)
     assert not [name for name in packages if name.split(".")[0] != "openrlhf_ext"]
+
+
+def test_what_is_not_installed_is_said_with_how_to_install_it(tmp_path: Path) -> None:
+    """Of what the package imports; a module that a user's file lacks is the user's."""
+    hide = tmp_path / "sitecustomize.py"
+    hide.write_text("import sys\nsys.modules['safetensors'] = None\n")
+    result = subprocess.run(
+        [sys.executable, "-m", "openrlhf_ext", "plan", "--gpus", "8"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "openrlhf-ext needs safetensors, which is not installed." in result.stderr
+    (command,) = [line for line in result.stderr.splitlines() if "pip install --no-deps -r" in line]
+    assert Path(command.split()[-1]).is_file()
+
+
+def test_the_locks_that_are_named_pin_what_is_installed_apart() -> None:
+    said, pins = missing_stack(""), dict(pins_of_setup("cpu"))
+    assert all(f"{name}=={pins[name]}" in said for name in INSTALLED_APART)
 
 
 def test_algorithms_import_with_torch_and_pydantic_only() -> None:
