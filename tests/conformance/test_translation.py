@@ -85,10 +85,12 @@ def test_every_option_of_a_table_is_ours(project):
     assert [name for name in names if option_table().find(name) is None] == []
 
 
-def test_every_option_of_verl_is_translated_or_has_a_reason(of_verl):
-    found = table("verl")
-    known = [*found["lines"], *found["options"]]
-    assert [name for name in of_verl if not any(fnmatch.fnmatchcase(name, one) for one in known)] == []
+@pytest.mark.parametrize("project", translate.PROJECTS)
+def test_every_option_of_theirs_is_translated_or_has_a_reason(project, request):
+    found = table(project)
+    theirs = request.getfixturevalue(f"of_{project}")
+    known = [*found["lines"], *found["options"], *found["nothing"]]
+    assert [name for name in theirs if not any(fnmatch.fnmatchcase(name, one) for one in known)] == []
 
 
 def test_a_whole_configuration_of_verl_has_a_line_for_each_option(of_verl, tmp_path, capsys):
@@ -106,8 +108,13 @@ def test_a_whole_configuration_of_verl_has_a_line_for_each_option(of_verl, tmp_p
 def test_a_name_that_is_close_to_one_says_so(capsys):
     assert plan(["--from", "trl", "learning_rte=1e-5", "top_k=50"]) == 0
     printed = capsys.readouterr().out
-    assert "# learning_rte 1e-05: not here; there is learning_rate\n" in printed
+    assert "# learning_rte 1e-05: TRL 1.16.0 has no such option; there is learning_rate\n" in printed
     assert "# top_k 50: only all tokens are here\n" in printed
+    assert plan(["--from", "trl", "data_seed=3", "zzz=1"]) == 0
+    printed = capsys.readouterr().out
+    assert "# data_seed 3: not here\n# " in printed and "# zzz 1: TRL 1.16.0 has no such option\n" in printed
+    assert plan(["--from", "verl", "zzz.x=1"]) == 0
+    assert "# zzz.x 1: verl 0.9.1 has no such option\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("words", "complaint"), [

@@ -3,7 +3,7 @@
     options   theirs: [ours, their default]; ours null: read by the rules only
     rules     ours: a Python expression of their values, ``v(name)``; null: nothing is set
     notes     theirs: [an expression, what is said where it is true]
-    lines     theirs, * for any text: what becomes of it
+    lines     theirs, * for any text: what becomes of it; nothing: names of which there is nothing to say
 
 A value that is given and has no option and no rule has a line: nothing is dropped in silence.
 """
@@ -81,7 +81,8 @@ def _by_table(table: Mapping[str, Any], given: Mapping[str, Any], gpus: int) -> 
         ours[name.format(estimator=ours.get("algo.advantage.estimator"))] = eval(rule, names)
     lines = [f"{name}: {text}" for name, (rule, text) in table["notes"].items() if eval(rule, names)]
     for name in given.keys() - options.keys():
-        text = next((text for pattern, text in table["lines"].items() if fnmatchcase(name, pattern)), "not here")
+        text = "not here" if name in table["nothing"] else f"{table['release']} has no such option"
+        text = next((said for pattern, said in table["lines"].items() if fnmatchcase(name, pattern)), text)
         near = nearest(name, [one for one in options if one.rpartition(".")[0] == name.rpartition(".")[0]], 0.85)
         lines.append(f"{name} {given[name]}: {text}" + (f"; there is {near}" if near else ""))
     return {name: value for name, value in ours.items() if value is not None}, lines
