@@ -8,9 +8,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import io
 import pickle
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,7 +42,9 @@ def try_algorithm(
             lost: by a checkpoint, or because the loss writes it, on ranks.
         Exception: whatever the algorithm raises.
     """
-    before, fresh = _kept(algorithm), None if _has_no_state(algorithm) else copy.deepcopy(algorithm)
+    kind, before = type(algorithm), _kept(algorithm)
+    has_none = kind.state_dict is Algorithm.state_dict or kind.load_state_dict is Algorithm.load_state_dict
+    fresh = None if has_none else copy.deepcopy(algorithm)
     for dtype in _TOLERANCE:
         batch = made_batch(min(group_size, len(_LENGTHS)), dtype)
         nothing: dict[str, Any] = dict.fromkeys(absent)
@@ -64,11 +66,6 @@ def try_algorithm(
 
 
 # ---- what is kept from one batch to the next -------------------------------------------------------------------------
-
-
-def _has_no_state(algorithm: Algorithm) -> bool:
-    kind = type(algorithm)
-    return kind.state_dict is Algorithm.state_dict or kind.load_state_dict is Algorithm.load_state_dict
 
 
 def _check_state(
@@ -106,32 +103,22 @@ def _drawn_alike(algorithm: Algorithm, batch: RolloutBatch) -> Tensor:
     return advantages_N
 
 
-class _Bits(pickle.Pickler):
-    """Values as bytes that are the same where the values are; functions by their names."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return bytes, (value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(),)
-        return (str, (value.__qualname__,)) if inspect.isroutine(value) else NotImplemented
-
-
 def _bits(value: Any) -> bytes:
     try:
-        _Bits(written := io.BytesIO()).dump(value)
-    except (pickle.PicklingError, TypeError, AttributeError):  # a lock, a file: by what it is, not what it holds
+        return pickle.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError):  # a lambda, a lock: by what it is, not what it holds
         return repr(value).encode()
-    return written.getvalue()
 
 
 def _kept(algorithm: Algorithm) -> dict[str, bytes]:
     """What lasts from one batch to the next, by name: in the instance, in classes of the user's, in their module."""
     kinds = [kind for kind in type(algorithm).__mro__ if kind is not object and kind.__module__.split(".")[0] != _OURS]
-    places = {kind.__name__: vars(kind) for kind in kinds}
+    places: dict[str, Mapping[str, Any]] = {kind.__name__: vars(kind) for kind in kinds}
     if kinds:
-        places[kinds[0].__module__] = inspect.unwrap(kinds[0].advantages).__globals__
+        places[kinds[0].__module__] = vars(sys.modules[kinds[0].__module__])
     shared = {
         f"{place}.{name}": value for place, values in places.items() for name, value in values.items()
-        if not (name.startswith("_") or callable(value) or inspect.ismodule(value) or isinstance(value, property))
+        if not (name.startswith("__") or callable(value) or inspect.ismodule(value) or isinstance(value, property))
     }  # fmt: skip
     own = {f"self.{name}": value for name, value in vars(algorithm).items()}
     return {name: _bits(value) for name, value in (own | shared).items()}

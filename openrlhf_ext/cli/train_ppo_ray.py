@@ -12,15 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from openrlhf_ext.config import (
-    ConfigError,
-    Findings,
-    RunConfig,
-    Violation,
-    format_config,
-    load_config,
-    placement_table,
-)
+from openrlhf_ext.config import ConfigError, Findings, RunConfig, format_config, load_config, placement_table
 from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.driver import guard, preflight
 from openrlhf_ext.inputs import InputError
@@ -65,27 +57,12 @@ def start(argv: list[str]) -> int:
     if not config.logger.verbose:
         warnings.simplefilter("ignore")  # those of the libraries; ours are log records
     if config.dry_run:  # shows the warnings itself
-        return dry_run(config, *tried(config))
+        return dry_run(config, *preflight.tried(config))
     for warning in config.warnings:
         logging.getLogger("openrlhf_ext").warning(warning)
     if config.dry_run_json:
-        return dry_run_json(config, *tried(config))
+        return dry_run_json(config, *preflight.tried(config))
     return guard.run(config, train)
-
-
-def tried(config: RunConfig) -> tuple[list[preflight.Tried], list[str]]:
-    """What came out of the user's own files, and what a run that goes on says. Raises ConfigError: lists all faults."""
-    trials: list[preflight.Tried] = []
-    lines: list[str] = []
-    faults: list[Violation] = []
-    for found, trial in ((trials, preflight.try_user_code), (lines, preflight.check_resume)):
-        try:
-            found += trial(config)
-        except ConfigError as error:
-            faults += error.violations
-    if faults:
-        raise ConfigError(faults)
-    return trials, lines
 
 
 def findings(config: RunConfig) -> Findings:
@@ -143,11 +120,8 @@ def dry_run(config: RunConfig, trials: Sequence[preflight.Tried] = (), resumptio
     return 2 if not found.starts else 3 if unknown else 0
 
 
-def dry_run_json(
-    config: RunConfig, trials: Sequence[preflight.Tried] = (), resumption: Sequence[str] = ()
-) -> int:
-    """The same checks and exit codes; unless the run would not start, prints what its first event would say, for
-    programs."""
+def dry_run_json(config: RunConfig, trials: Sequence[preflight.Tried], resumption: Sequence[str]) -> int:
+    """The same; unless the run would not start, prints what its first event would say, for programs."""
     from openrlhf_ext.driver.about import about_run
 
     with contextlib.redirect_stdout(io.StringIO()):

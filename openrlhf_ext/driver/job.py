@@ -89,10 +89,9 @@ def run(config: RunConfig, guard: Guard, restart: int = 0, lay_out: LayOut | Non
     config = with_local_model(config, lay_out)
     guard.expect(config.vllm.start_timeout_s, "looking for the data, then starting Ray (vllm.start_timeout_s)")
     preflight.check_hub_data(config)
-    for tried in try_user_code(config):
+    # after a restart the checkpoint is the run's own
+    for tried in try_user_code(config) if restart else preflight.tried(config)[0]:
         logger.log(logging.WARNING if tried.raised else logging.INFO, "%s", tried)
-    if not restart:
-        preflight.check_resume(config)
     events = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("events.jsonl")
     with EventLog(events, goes_on=config.ckpt.load_enable or restart > 0) as log:
         guard.events = log

@@ -115,6 +115,22 @@ def check_resume(config: RunConfig) -> list[str]:
     return checkpoints.check_resume(config, trained_models(config), prompts)
 
 
+def tried(config: RunConfig) -> tuple[list[Tried], list[str]]:
+    """What came out of the user's own files, and what a run that goes on says. Raises ConfigError: lists all faults."""
+    trials: list[Tried] = []
+    faults: list[Violation] = []
+    try:
+        trials = try_user_code(config)
+    except ConfigError as error:
+        faults += error.violations
+    try:
+        lines = check_resume(config)
+    except ConfigError as error:
+        faults += error.violations
+    _require(faults)
+    return trials, lines
+
+
 def unseen_inputs(config: RunConfig) -> list[str]:
     """Hub names of models and data sets of which nothing is on this machine, with their options."""
     models = [(option, str(value_of(config, option) or "")) for option in config.model_options]
@@ -134,9 +150,10 @@ def trained_models(config: RunConfig) -> dict[str, dict[str, Any]]:
         if (lora := adapters_of(layer_converters(config, shape.family))) is not None:
             models["policy"]["adapters"] = lora.adapter.options
     if config.has_critic:
-        shape = read_value_shape(critic, config.ds.value_head_prefix) if os.path.isdir(critic) else None
-        there = {"shape": asdict(shape), "param_dtype": config.critic_megatron.param_dtype} if shape else {}
-        models["critic"] = there
+        models["critic"] = {}
+        if os.path.isdir(critic):
+            shape = read_value_shape(critic, config.ds.value_head_prefix)
+            models["critic"] = {"shape": asdict(shape), "param_dtype": config.critic_megatron.param_dtype}
     return models
 
 

@@ -466,7 +466,8 @@ def check_resume(
     store = checkpoint_store(config)
     if not config.ckpt.load_enable or not store.checkpoints():
         return [*_without_checkpoint(store)] if config.ckpt.load_enable else []
-    faults, folder, changed, data = [], store.checkpoints()[-1], [], {}
+    faults, folder, changed = [], store.checkpoints()[-1], []
+    data: Mapping[str, str] = {}
     try:
         data = read()
     except (InputError, ValueError) as error:

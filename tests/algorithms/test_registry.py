@@ -269,12 +269,12 @@ class OfTheClass(Grpo):
         return super().advantages(inputs)
 
 
-COUNTS = [0]
+_COUNTS = [0]
 
 
 class OfTheModule(Grpo):
     def advantages(self, inputs):
-        COUNTS[0] += 1
+        _COUNTS[0] += 1
         return super().advantages(inputs)
 
 
@@ -299,7 +299,7 @@ class Caches(Forgets):
         (Keeps, r"line \d+\) changes self.mean, which a run that is resumed would begin anew: define state_dict"),
         (Forgets, "changes self.seen.*another instance has other advantages for .*; state_dict has nothing"),
         (OfTheClass, "changes OfTheClass.steps, .*: keep OfTheClass.steps in self"),
-        (OfTheModule, r"changes tests.algorithms.test_registry.COUNTS, .*: keep .*COUNTS in self"),
+        (OfTheModule, r"changes tests.algorithms.test_registry._COUNTS, .*: keep .*_COUNTS in self"),
         (InTheLoss, "InTheLoss.loss or prepare changes self.losses, on a rank's copy of the algorithm"),
         (Appends, None),
         (Caches, None),

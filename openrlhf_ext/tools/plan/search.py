@@ -556,11 +556,7 @@ class Planner:
         return dataclasses.replace(self.clock, shape=critic.shape, parameters=critic.parameters, work=work)
 
 
-_SHOWN = (
-    "actor.num_nodes", "actor.num_gpus_per_node", "megatron.tensor_parallel_size",
-    "megatron.sequence_parallel_enable", "megatron.pipeline_parallel_size", "megatron.context_parallel_size",
-    "megatron.virtual_pipeline_size", *ENDS, "megatron.recompute", "vllm.num_engines", "vllm.tensor_parallel_size",
-)  # fmt: skip
+_SHOWN = ("actor.num_nodes", "actor.num_gpus_per_node", *CHOSEN, "megatron.recompute")
 
 
 @cache
