@@ -203,9 +203,10 @@ class RaySession:
             if not isinstance(error, Exception):
                 raise
             raise RayNotStarted(f"Ray did not start: {type(error).__name__}: {error}") from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         for number, handler in handlers.items():
             signal.signal(number, handler)  # Ray puts its own in the place of SIGTERM's (ray 2.55 _private/node.py:531)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         self.remember_children()
         self.guard.watch(*_ray_processes())
         return self
