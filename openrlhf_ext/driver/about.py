@@ -63,7 +63,7 @@ def results(config: RunConfig) -> dict[str, Any]:
         few = found["averaged_steps"] = max(1, min(_FEW_STEPS, len(steps) // 2))
         for name in ("reward", "accuracy", "score"):
             found[name] = [
-                _mean([part.get(f"{name}/mean", part["accuracy/mean"]) for part in of])
+                _mean([part[f"{name if f'{name}/mean' in part else 'accuracy'}/mean"] for part in of])
                 for of in (steps[:few], steps[-few:])
             ]
         if found["score"] == found["accuracy"]:

@@ -393,8 +393,8 @@ class TrainingLoop:
             finished = [group for group, is_usable in zip(finished, usable, strict=True) if is_usable]
             in_flight = [*again, *in_flight]
             logger.warning(
-                "%d groups of the checkpoint were sampled without entropies, which algo.entropies engine needs, or with "
-                "another rollout.n_samples_per_prompt: they are asked for again",
+                "%d groups of the checkpoint were sampled without entropies, which algo.entropies engine needs, or "
+                "with another rollout.n_samples_per_prompt: they are asked for again",
                 len(again),
             )
         self.rollouts.restore(state["rollouts"], finished, in_flight)
