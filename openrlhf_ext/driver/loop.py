@@ -388,15 +388,17 @@ class TrainingLoop:
         """Goes on where :meth:`state` was taken; call it before ``run``."""
         in_flight = [Prompt(**prompt) for prompt in state["in_flight"]]
         finished = groups_from_plain(state["finished"], arrays)
-        usable = [*map(self._is_usable, finished)]
-        if again := [group.prompt for group, is_usable in zip(finished, usable, strict=True) if not is_usable]:
-            finished = [group for group, is_usable in zip(finished, usable, strict=True) if is_usable]
+        if self.experience.engine_entropies:  # algo.entropies was policy when the others were sampled
+            tells = [all(each.entropies_T is not None for each in group.responses) for group in finished]
+            again = [group.prompt for group, told in zip(finished, tells, strict=True) if not told]
+            finished = [group for group, told in zip(finished, tells, strict=True) if told]
             in_flight = [*again, *in_flight]
-            logger.warning(
-                "%d groups of the checkpoint were sampled without entropies, which algo.entropies engine needs, or with "
-                "another rollout.n_samples_per_prompt: they are asked for again",
-                len(again),
-            )
+            if again:
+                logger.warning(
+                    "%d groups of the checkpoint were sampled without entropies, which algo.entropies engine needs: "
+                    "they are asked for again",
+                    len(again),
+                )
         self.rollouts.restore(state["rollouts"], finished, in_flight)
         self.step, self.initial_entropy = state["step"], state["initial_entropy"]
         self.experience.load_state_dict(state["experience"])
@@ -405,11 +407,6 @@ class TrainingLoop:
         random.setstate(state["random_states"]["python"])
         np.random.set_state(state["random_states"]["numpy"])
         torch.set_rng_state(state["random_states"]["torch"])
-
-    def _is_usable(self, group: Group) -> bool:
-        """Whether a group of a checkpoint is one of this run, whose options may differ."""
-        told = all(each.entropies_T is not None for each in group.responses)
-        return len(group.responses) == self.experience.group_size and (told or not self.experience.engine_entropies)
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 
