@@ -250,23 +250,23 @@ class TrainingLoop:
             logger.info("seconds of the profiled steps by kind of work (traces: profile/):\n%s", table)
 
     def save_before_the_end(self) -> None:
-        """After SIGTERM or SIGHUP: a checkpoint of the last finished step, as far as ``ckpt.grace_s`` is long enough.
-        Not of a step that is half done, and not after Ctrl-C: who is there can say when it is time."""
+        """After SIGTERM: a checkpoint of the last finished step, as far as ``ckpt.grace_s`` is long enough. Not of a
+        step that is half done, and not after Ctrl-C: who is there can say when it is time."""
         self.guard.ignore_signals()
-        grace_s, number = self.config.ckpt.grace_s, self.guard.received
-        if number in (None, signal.SIGINT) or not grace_s or self.checkpointer is None:
+        grace_s = self.config.ckpt.grace_s
+        if self.guard.received != signal.SIGTERM or not grace_s or self.checkpointer is None:
             return
         if self._finished is None:
-            logger.error("no checkpoint was saved after %s: no step has ended, or not within ckpt.grace_s", number.name)
+            logger.error("no checkpoint was saved after SIGTERM: no step has ended, or not within ckpt.grace_s")
             return
         seconds = grace_s - (time.monotonic() - self.guard.received_at)
         try:
-            with self.deadline.limit(max(seconds, 0.0), f"saving step {self.step} after {number.name}", "ckpt.grace_s"):
+            with self.deadline.limit(max(seconds, 0.0), f"saving step {self.step} after SIGTERM", "ckpt.grace_s"):
                 if self.config.engines_share_gpus:
                     self.supervisor.end_engines()  # they may be sampling, on the memory that the policy needs
                 self.checkpointer.save_before_the_end(self._finished, self.deadline.remaining)
         except Exception as error:
-            logger.error("no checkpoint was saved after %s: %s", number.name, error)
+            logger.error("no checkpoint was saved after SIGTERM: %s", error)
 
     def _note_state(self) -> None:
         """Keeps what a checkpoint of this step needs of the driver, for SIGTERM in the next one."""
@@ -388,15 +388,17 @@ class TrainingLoop:
         """Goes on where :meth:`state` was taken; call it before ``run``."""
         in_flight = [Prompt(**prompt) for prompt in state["in_flight"]]
         finished = groups_from_plain(state["finished"], arrays)
-        usable = [*map(self._is_usable, finished)]
-        if again := [group.prompt for group, is_usable in zip(finished, usable, strict=True) if not is_usable]:
-            finished = [group for group, is_usable in zip(finished, usable, strict=True) if is_usable]
+        if self.experience.engine_entropies:  # algo.entropies was policy when the others were sampled
+            tells = [all(each.entropies_T is not None for each in group.responses) for group in finished]
+            again = [group.prompt for group, told in zip(finished, tells, strict=True) if not told]
+            finished = [group for group, told in zip(finished, tells, strict=True) if told]
             in_flight = [*again, *in_flight]
-            logger.warning(
-                "%d groups of the checkpoint were sampled without entropies, which algo.entropies engine needs, or "
-                "with another rollout.n_samples_per_prompt: they are asked for again",
-                len(again),
-            )
+            if again:
+                logger.warning(
+                    "%d groups of the checkpoint were sampled without entropies, which algo.entropies engine needs: "
+                    "they are asked for again",
+                    len(again),
+                )
         self.rollouts.restore(state["rollouts"], finished, in_flight)
         self.step, self.initial_entropy = state["step"], state["initial_entropy"]
         self.experience.load_state_dict(state["experience"])
@@ -405,11 +407,6 @@ class TrainingLoop:
         random.setstate(state["random_states"]["python"])
         np.random.set_state(state["random_states"]["numpy"])
         torch.set_rng_state(state["random_states"]["torch"])
-
-    def _is_usable(self, group: Group) -> bool:
-        """Whether a group of a checkpoint is one of this run, whose options may differ."""
-        told = all(each.entropies_T is not None for each in group.responses)
-        return len(group.responses) == self.experience.group_size and (told or not self.experience.engine_entropies)
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 
