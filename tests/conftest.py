@@ -37,6 +37,13 @@ settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)
+def same_signals() -> None:
+    """A guard in this process ignores them in the end (``Guard.ignore_signals``); processes inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     """What is random in a test is the same in every run and after every other test: none fails by chance."""
     random.seed(0)
