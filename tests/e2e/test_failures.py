@@ -66,18 +66,18 @@ def test_an_engine_killed_in_an_update_changes_no_bit_of_the_run(tmp_path):
         "train__full_determinism_enable": True,
         "vllm__sync_backend": "gloo", "weight_sync__bucket_mib": 1,
     }  # fmt: skip
-    runs = {"whole": {}, "killed": {"vllm__num_engines": 2}}
+    runs = {"alone": {}, "disturbed": {"vllm__num_engines": 2}}
     for name, options in runs.items():
-        module = {"module": "tests.e2e.killed_in_a_sync"} if name == "killed" else {}
+        module = {"module": "tests.e2e.killed_in_a_sync"} if name == "disturbed" else {}
         job = Job(task.options(name, **common, **options), tmp_path / f"{name}.log", **module)
         assert job.finish() == 0, job.text
     assert (tmp_path / "killed").exists()
-    whole, killed = (task.metrics(name) for name in runs)
-    assert [record["engines/restarts"] for record in killed] == [0, 1, 1]
+    alone, disturbed = (task.metrics(name) for name in runs)
+    assert [record["engines/restarts"] for record in disturbed] == [0, 1, 1]
     policies = [load_file(tmp_path / name / "model.safetensors") for name in runs]
     assert all(torch.equal(tensor, policies[1][key]) for key, tensor in policies[0].items())
     for metric in ("reward/mean", "loss/policy", "grad_norm", "entropy/mean", "tokens/generated", "weight_sync/bytes"):
-        assert [record[metric] for record in killed] == [record[metric] for record in whole]
+        assert [record[metric] for record in disturbed] == [record[metric] for record in alone]
 
 
 def test_ctrl_c_leaves_no_process_and_no_half_written_checkpoint(tmp_path, monkeypatch):
