@@ -533,7 +533,7 @@ def main() -> None:
         for part in parts:
             found[part] = PARTS[part](args, folder)
         ray.shutdown()
-    result |= {"parts": {part: found[part] for part in PARTS if part in found}}
+    result |= {"parts": found}
     if args.output is None:
         sys.stdout.write(json.dumps(result, indent=1) + "\n")
     else:
