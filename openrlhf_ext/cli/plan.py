@@ -251,7 +251,7 @@ def _sync(planner: Planner, best: Candidate) -> Iterator[str]:
     said = {
         WHOLE: "as nccl and cuda_ipc send",
         SLICES: "each worker gets what it holds, as by vLLM's sharded_rdt, which is not called here",
-        GLOO: "what changed" if planner.config.weight_sync.delta_enable else "in host memory",
+        GLOO: "in host memory",
     }  # fmt: skip
     for way, one in planner.syncs(best).items():
         yield (f"  {one.seconds:6.2f} s {way} ({said[way]}): {one.moving:.2f} for {one.binds}, {one.calls:.2f} for "

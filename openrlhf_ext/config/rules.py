@@ -151,14 +151,6 @@ def transport(config: RunConfig) -> Iterator[Violation]:
             "vllm.sync_backend nccl needs the same settings of NCCL in policy and engines, and batch-invariant engines "
             "(train.full_determinism_enable) have others, one channel and one thread: got nccl and "
             "train.full_determinism_enable; use auto or gloo, or leave one of the two out")
-    if config.weight_sync.delta_enable and config.vllm.sync_backend != "gloo":
-        yield Violation(("weight_sync.delta_enable", "vllm.sync_backend"),
-            "weight_sync.delta_enable finds and applies changes in host memory, over gloo: got vllm.sync_backend "
-            f"{config.vllm.sync_backend}; use vllm.sync_backend gloo, or leave weight_sync.delta_enable out")
-    if config.weight_sync.delta_enable and config.megatron.param_dtype != "bf16":
-        yield Violation(("weight_sync.delta_enable", "megatron.param_dtype"),
-            "weight_sync.delta_enable needs 16-bit weights, of which most stay as they are in an update: got "
-            f"megatron.param_dtype {config.megatron.param_dtype}; use bf16, or leave weight_sync.delta_enable out")
     if config.vllm.sync_backend == "cuda_ipc" and not config.engines_share_gpus:
         yield Violation(options,
             "vllm.sync_backend cuda_ipc needs engines on the policy's GPUs: got cuda_ipc and engines on others; "
@@ -175,15 +167,10 @@ def adapters(config: RunConfig) -> Iterator[Violation]:
         yield Violation((name, "algo.advantage.estimator"),
             f"{name} is of the policy alone, and OpenRLHF would give the critic of algo.advantage.estimator gae "
             "adapters too, which no critic has here: use an estimator without a critic, or leave ds.lora.* out")
-    if config.vllm.lora != "adapter":
-        return
-    for option, given, why in (
-        ("fp8.rollout_enable", config.fp8.rollout_enable, "the engines' layers are in FP8"),
-        ("weight_sync.delta_enable", config.weight_sync.delta_enable, "an adapter travels whole"),
-    ):
-        if given:
-            yield Violation((name, "vllm.lora", option),
-                f"vllm.lora adapter does not go with {option}, {why}: set vllm.lora merged, or leave {option} out")
+    if config.vllm.lora == "adapter" and config.fp8.rollout_enable:
+        yield Violation((name, "vllm.lora", "fp8.rollout_enable"),
+            "vllm.lora adapter does not go with fp8.rollout_enable, the engines' layers are in FP8: set vllm.lora "
+            "merged, or leave fp8.rollout_enable out")
 
 
 def reference(config: RunConfig) -> Iterator[Violation]:

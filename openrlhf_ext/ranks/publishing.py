@@ -71,7 +71,7 @@ class WeightPublisher:
         self._staging = transport.staging(self.plan, self._exporter.streams, patience_s)
         self._gate = Gate(self._exporter.root)
         self._engines = list(engines)
-        self._sender = self._make_sender(self._engines, settings.options.delta_enable)
+        self._sender = self._make_sender(self._engines)
         self._last_sums: list[int] | None = None
         self._baseline: float | None = None
 
@@ -91,7 +91,7 @@ class WeightPublisher:
         """Go on with other engines, which are connected by the next `publish`."""
         self._sender.close()
         self._engines = list(engines)
-        self._sender = self._make_sender(self._engines, self._settings.options.delta_enable)
+        self._sender = self._make_sender(self._engines)
 
     def bring_up_to_date(self, fresh: Sequence[int], version: int) -> None:
         """Give the present weights to these engines, and prove it; EnginesAtFault has positions among all engines."""
@@ -158,11 +158,11 @@ class WeightPublisher:
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def _make_sender(self, engines: Sequence[Any], delta: bool = False) -> WeightSender:
+    def _make_sender(self, engines: Sequence[Any]) -> WeightSender:
         settings = self._settings
         return WeightSender(
             settings.transport, self.plan, self._staging, engines, settings.workers,
-            settings.options.timeout_s, delta, self._exporter.stream, dist.get_rank() == self._exporter.root,
+            settings.options.timeout_s, self._exporter.stream, dist.get_rank() == self._exporter.root,
         )  # fmt: skip
 
     def _connect(self, sender: WeightSender) -> None:
@@ -174,13 +174,10 @@ class WeightPublisher:
         self, sender: WeightSender, version: int, check: Callable[[SendReport], None] = lambda _: None
     ) -> SendReport | None:
         with _closed_on_failure(sender):
-            sizes: list[int] = []
-            if sender.delta:
-                sizes = _added(self._together(lambda: sender.prepare(self._fill, version), everywhere=True))
 
             def stream() -> list[int]:
                 if dist.get_rank() == 0:
-                    sender.begin(version, sizes)
+                    sender.begin(version)
                 return sender.stream(self._fill, version)
 
             sums, errors = self._outcomes(stream, everywhere=True)
@@ -193,7 +190,6 @@ class WeightPublisher:
                 return report
 
             report = self._together(finish)[0]
-        sender.keep(version)
         return report if dist.get_rank() == 0 else None
 
     def _require_change(self, report: SendReport, version: int, trained: bool) -> None:

@@ -243,7 +243,7 @@ class RolloutEngine(compat.RolloutRayActor):
     async def connect_weight_sync(self, plan: BucketPlan, link: Link) -> None:
         await self.llm.collective_rpc("connect_weight_receiver", args=(plan.to_wire(), vars(link)))
 
-    async def receive_weights(self, version: int, sizes: Sequence[int] = ()) -> Receipt:
+    async def receive_weights(self, version: int) -> Receipt:
         """Load every tensor, then drop what the old weights left in the cache. Requests in flight stand still meanwhile
         and go on with the new weights, from recomputed keys and values; if the update does not complete
         (WeightSyncError), they stand still, and generation is refused, until one does. If `probe_logprobs` has been
@@ -256,7 +256,7 @@ class RolloutEngine(compat.RolloutRayActor):
             self._queued_probe = None
             await self.llm.pause_generation(mode="keep", clear_cache=False)
             try:
-                receipt = await self._load(version, sizes)
+                receipt = await self._load(version)
             except Exception as error:
                 self._weight_error = f"update to version {version} failed: {error}"
                 raise
@@ -266,8 +266,8 @@ class RolloutEngine(compat.RolloutRayActor):
                 await self.llm.resume_generation()
             return receipt
 
-    async def _load(self, version: int, sizes: Sequence[int]) -> Receipt:
-        load_s, sums = zip(*await self.llm.collective_rpc("replace_weights", args=(version, list(sizes))), strict=True)
+    async def _load(self, version: int) -> Receipt:
+        load_s, sums = zip(*await self.llm.collective_rpc("replace_weights", args=(version,)), strict=True)
         await self.reset_prefix_cache()
         await self._change_version(version)
         self._weight_error = None

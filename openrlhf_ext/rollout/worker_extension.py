@@ -348,7 +348,7 @@ class WeightSyncExtension:
             self._weight_receiver.close()
             self._weight_receiver = None
 
-    def replace_weights(self, version: int, sizes: Sequence[int] = ()) -> tuple[float, list[tuple[int, int, bool]]]:
+    def replace_weights(self, version: int) -> tuple[float, list[tuple[int, int, bool]]]:
         """Receive and load an update (`WeightReceiver.receive`): seconds spent loading and summing, and
         `HeldWeights.sums`. After an error the weights are a mixture of two versions (an adapter is the one before): the
         caller must not sample until an update succeeds (`RolloutEngine.receive_weights` sees to that), and the senders
@@ -357,7 +357,7 @@ class WeightSyncExtension:
             raise WeightSyncError("this engine has not joined a weight-sync group, or has left it after an error")
         start = time.monotonic()
         try:
-            self._load(self._weight_receiver.receive(version, sizes))
+            self._load(self._weight_receiver.receive(version))
             if self._bf16_layers is not None:
                 self.prove_quantized(self._bf16_layers)
             sums = self._held.sums()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from openrlhf_ext.cli import doctor
-from openrlhf_ext.cli.doctor_cluster import ClusterReport, Places, compare, compare_speeds, look
+from openrlhf_ext.cli.doctor_cluster import ClusterReport, compare, look
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -99,7 +98,6 @@ def test_shared_folders_are_told_from_others_by_a_file(tmp_path):
     (tmp_path / "other").mkdir()
     seen = look([], [], {**dict.fromkeys(folders, "token"), str(tmp_path / "other"): "token"})["shared"]
     assert list(seen.values()) == ["", "is not there", "is another folder than the driver's"]
-    assert Places() == Places(read=(), shared=())
 
 
 def test_files_are_compared_by_name_and_size(tmp_path: Path):
@@ -108,19 +106,9 @@ def test_files_are_compared_by_name_and_size(tmp_path: Path):
     assert list(seen.values()) == [[["a.json", 2]], [["a.json", 2]], None]
 
 
-def test_a_node_that_seems_slow_is_measured_again():
-    """One of three was busy the first time, another one is slow."""
-    report = ClusterReport(nodes={name: {} for name in ("n1", "n2", "n3")})
-    asked = []
-
-    def measure(pairs: Mapping[str, str]) -> dict[str, float]:
-        asked.append(dict(pairs))
-        first = len(asked) == 1
-        speeds = {"n1": 20.0, "n2": 4.0 if first else 16.0, "n3": 0.9 if first else 0.5}
-        return {node: speeds[node] for node in pairs}
-
-    compare_speeds(report, measure)
-    assert asked == [{"n1": "n2", "n2": "n3", "n3": "n1"}, {"n2": "n3"}, {"n3": "n1"}]
-    assert [entry["gbit_per_s"] for entry in report.nodes.values()] == [20.0, 16.0, 0.9]
-    ((severity, node, text),) = [(found.severity, found.node, found.text) for found in report.findings]
-    assert (severity, node) == ("warning", "n3") and text == "sends 0.9 Gbit/s to n1, the fastest node 20"
+def test_a_node_that_does_not_answer_is_an_error(own):
+    report = ClusterReport()
+    report.keep({"n1": own, "n2": TimeoutError("Get timed out:\nsome tasks are not ready")})
+    assert report.nodes == {"n1": own} and report.has_errors
+    ((node, text),) = [(found.node, found.text) for found in report.findings]
+    assert (node, text) == ("n2", "does not answer: TimeoutError: some tasks are not ready")

@@ -157,8 +157,8 @@ GOOD = completion(["a", "b"], 1, [0.1, 0.2])
 
 @pytest.mark.parametrize(("record", "complaint"), [
     ("{", "line 3: not JSON ("),
-    ("[1]", "line 3: a completion must be a JSON object, got a list"),
-    ({key: value for key, value in GOOD.items() if key != "reward"}, "line 3: missing reward"),
+    ("[1]", "line 3: must be a JSON object, got a list"),
+    ({key: value for key, value in GOOD.items() if key != "reward"}, "line 3: needs reward, has 'group', 'prompt'"),
     ({**GOOD, "entropy": [1, 2]}, "line 3: unknown key 'entropy'; did you mean entropies?"),
     ({**GOOD, "logprobs": [-1]}, "line 3: logprobs has 1 entries, tokens has 2"),
     ({**GOOD, "logprobs": [-1, 0.5]}, "line 3: logprobs[1] must be a log-probability"),
@@ -168,11 +168,12 @@ GOOD = completion(["a", "b"], 1, [0.1, 0.2])
     ({**GOOD, "token_ids": [1, True]}, "line 3: token_ids[1] must be an integer, got True"),
     ({**GOOD, "environment": [0, 2]}, "line 3: environment[1] must be 0 or 1"),
     ({**GOOD, "environment": [1, 1]}, "line 3: environment is 1 everywhere"),
-    ({**GOOD, "tokens": "ab"}, "line 3: tokens must be a list with one entry per token, got str"),
+    ({**GOOD, "tokens": "ab"}, "line 3: tokens must be a list with one entry per token, got 'ab'"),
     (completion([], 1, []), "line 3: tokens is empty"),
     ({**GOOD, "reward": "1"}, "line 3: reward must be a finite number, got '1'"),
     ({**GOOD, "truncated": 0}, "line 3: truncated must be true or false, got 0"),
-    ({**GOOD, "group": 1.5}, "line 3: group must be an integer or a text, got 1.5"),
+    ({**GOOD, "reward": "1", "step": 0.5}, "reward must be a finite number, got '1'; step must be an integer, got 0.5"),
+    ({**GOOD, "group": 1.5}, "line 3: group must be a text or an integer, got 1.5"),
     ({**GOOD, "prompt": "2+2="}, "line 3: prompt differs from that of line 1"),
     ({**GOOD, "values": [0, 0]}, "values is on line 3 and missing on line 1"),
 ])  # fmt: skip

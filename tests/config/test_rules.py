@@ -185,12 +185,6 @@ def test_the_weight_transport_fits_where_the_engines_are(problems, load):
     assert "engines on others" in problems("--vllm.sync_backend", "cuda_ipc")[0]
 
 
-def test_changes_travel_over_gloo_and_in_16_bits(problems):
-    assert problems("--weight_sync.delta_enable", "--vllm.sync_backend", "gloo") == []
-    backend, dtype = problems("--weight_sync.delta_enable", "--megatron.param_dtype", "fp32")
-    assert "got vllm.sync_backend auto; use" in backend and "got megatron.param_dtype fp32; use bf16" in dtype
-
-
 def test_the_filter_range_is_not_empty(problems):
     assert problems("--algo.dynamic_filtering_enable") == []
     (message,) = problems("--algo.dynamic_filtering_enable", "--algo.dynamic_filtering_range", "1", "0")

@@ -6,17 +6,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-import psutil
 import pytest
 import ray
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from openrlhf_ext.cli.doctor import find_listeners
-from openrlhf_ext.cli.doctor_cluster import ClusterReport, check_access
+from openrlhf_ext.cli.doctor_cluster import examine_cluster
 from openrlhf_ext.driver import cluster as cluster_module
 from openrlhf_ext.driver.cluster import RaySession, start_with_retries
 from openrlhf_ext.driver.placement import PlacementError, RankGroup, blocks, place_ranks, reserve
@@ -121,14 +120,11 @@ def test_tensor_parallel_neighbors_share_a_node_and_actors_share_bundles(cluster
 
 
 @pytest.mark.slow
-def test_the_doctor_tells_of_a_cluster_that_everybody_may_talk_to(cluster):
-    report = ClusterReport()
-    check_access(ray.get_runtime_context().gcs_address, report)
-    (finding,) = report.findings
-    assert finding.severity == "warning" and "Ray asks nobody for a token" in finding.text
-    own = {process.pid for process in psutil.Process().children()}
-    raylets = [found.row for found in find_listeners() if found.pid in own and found.name == "raylet"]
-    assert [row[3:] for row in raylets] == [("other machines reach it", "Ray asks for NO token")] * 2
+def test_the_doctor_looks_at_every_node_and_tells_of_a_cluster_that_everybody_may_talk_to(cluster):
+    report = examine_cluster(ray.get_runtime_context().gcs_address, ["torch"], None, [], PATIENCE_S)
+    assert len(report.nodes) == 2 and not report.has_errors, report.findings
+    assert {seen["versions"]["torch"] for seen in report.nodes.values()} == {torch.__version__}
+    assert "Ray asks nobody for a token" in report.findings[0].text and report.findings[0].severity == "warning"
 
 
 @pytest.mark.slow

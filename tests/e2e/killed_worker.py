@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from openrlhf_ext.rollout.worker_extension import WeightSyncExtension
 class KilledExtension(WeightSyncExtension):
     """Kills its process in the second update, between two buckets, if it is the first of all workers."""
 
-    def replace_weights(self, version: int, sizes: Sequence[int] = ()) -> tuple[float, list[tuple[int, int, bool]]]:
+    def replace_weights(self, version: int) -> tuple[float, list[tuple[int, int, bool]]]:
         if version == 2 and is_first():
             receive = WeightReceiver._whole_tensors
 
@@ -25,7 +24,7 @@ class KilledExtension(WeightSyncExtension):
                     os.kill(os.getpid(), signal.SIGKILL)
 
             WeightReceiver._whole_tensors = half
-        return super().replace_weights(version, sizes)
+        return super().replace_weights(version)
 
 
 def is_first() -> bool:

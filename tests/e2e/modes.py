@@ -62,9 +62,9 @@ class Halted(RolloutEngine):
     Defined in the main module, so Ray sends it to the engine's process by value.
     """
 
-    async def receive_weights(self, version: int, *sizes: Any) -> Any:
+    async def receive_weights(self, version: int) -> Any:
         await self.resume_generation()
-        return await super().receive_weights(version, *sizes)
+        return await super().receive_weights(version)
 
 
 def sync_in_flight(loop: TrainingLoop) -> None:

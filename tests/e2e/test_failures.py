@@ -58,7 +58,7 @@ def test_a_rank_that_hangs_ends_the_job_and_is_named(task, tmp_path):
     assert f"rank {found[2]}: its process is stopped or blocked" in job.text, job.text
 
 
-def test_an_engine_killed_in_an_update_of_what_changed_changes_no_bit_of_the_run(tmp_path):
+def test_an_engine_killed_in_an_update_changes_no_bit_of_the_run(tmp_path):
     """Two data-parallel ranks send; the engine has a bucket of each when it dies."""
     task = Task.make(tmp_path)
     common = {
@@ -66,20 +66,18 @@ def test_an_engine_killed_in_an_update_of_what_changed_changes_no_bit_of_the_run
         "train__full_determinism_enable": True,
         "vllm__sync_backend": "gloo", "weight_sync__bucket_mib": 1,
     }  # fmt: skip
-    runs = {"whole": {}, "changes": {"vllm__num_engines": 2, "weight_sync__delta_enable": True}}
+    runs = {"alone": {}, "disturbed": {"vllm__num_engines": 2}}
     for name, options in runs.items():
-        module = {"module": "tests.e2e.killed_in_a_sync"} if name == "changes" else {}
+        module = {"module": "tests.e2e.killed_in_a_sync"} if name == "disturbed" else {}
         job = Job(task.options(name, **common, **options), tmp_path / f"{name}.log", **module)
         assert job.finish() == 0, job.text
     assert (tmp_path / "killed").exists()
-    whole, changes = (task.metrics(name) for name in runs)
-    assert [record["engines/restarts"] for record in changes] == [0, 1, 1]
-    sent = [record["weight_sync/bytes"] / whole[0]["weight_sync/bytes"] for record in changes]
-    assert sent[0] >= 1 and sent[1] >= 1 and sent[2] < 0.2, "whole to the engines of a new group, and only to these"
+    alone, disturbed = (task.metrics(name) for name in runs)
+    assert [record["engines/restarts"] for record in disturbed] == [0, 1, 1]
     policies = [load_file(tmp_path / name / "model.safetensors") for name in runs]
     assert all(torch.equal(tensor, policies[1][key]) for key, tensor in policies[0].items())
-    for metric in ("reward/mean", "loss/policy", "grad_norm", "entropy/mean", "tokens/generated"):
-        assert [record[metric] for record in changes] == [record[metric] for record in whole]
+    for metric in ("reward/mean", "loss/policy", "grad_norm", "entropy/mean", "tokens/generated", "weight_sync/bytes"):
+        assert [record[metric] for record in disturbed] == [record[metric] for record in alone]
 
 
 def test_ctrl_c_leaves_no_process_and_no_half_written_checkpoint(tmp_path, monkeypatch):

@@ -99,8 +99,8 @@ class SabotagedEngine(RolloutEngine):
         if level == 2:
             await self.llm.collective_rpc(lose_weights)
 
-    async def receive_weights(self, version: int, *sizes: Any) -> Receipt:
-        receipt = await super().receive_weights(version, *sizes)
+    async def receive_weights(self, version: int) -> Receipt:
+        receipt = await super().receive_weights(version)
         if self.events is not None:
             self.events.append(f"update {version}")
             self.answer = asyncio.create_task(self.probe_logprobs(self._probe_tokens))

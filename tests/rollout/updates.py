@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any, TypeVar
@@ -89,18 +89,18 @@ class FakeEngine:
         with ThreadPoolExecutor(self.workers) as pool:
             return list(pool.map(function, range(self.workers)))
 
-    def receive_weights(self, version: int, sizes: Sequence[int] = ()) -> Receipt:
+    def receive_weights(self, version: int) -> Receipt:
         if self.behavior == "hang":
             time.sleep(3600)
         if self.behavior == "die":
-            next(self.receivers[0].receive(version, sizes))
+            next(self.receivers[0].receive(version))
             os._exit(3)
         receivers = self.receivers
         try:
             if self.behavior == "fail":
-                next(receivers[0].receive(version, sizes))
+                next(receivers[0].receive(version))
                 raise RuntimeError("layer0.weight does not fit into this model")
-            self.received = self.of_workers(lambda worker: dict(receivers[worker].receive(version, sizes)))
+            self.received = self.of_workers(lambda worker: dict(receivers[worker].receive(version)))
         except Exception:
             for receiver in receivers:
                 receiver.close()
@@ -134,15 +134,14 @@ def sender_to(engines: list[Any], transport: str, timeout_s: float = PATIENCE_S,
 
 
 def two_senders(
-    tensors: Mapping[str, Tensor], bucket_bytes: int, engines: list[Any], workers: int = 1, delta: bool = False
+    tensors: Mapping[str, Tensor], bucket_bytes: int, engines: list[Any], workers: int = 1
 ) -> list[WeightSender]:
     """Connected, as on two policy ranks: tensors of even and of odd places."""
     specs = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
     plan = BucketPlan.build(specs, bucket_bytes, [place % 2 for place in range(len(specs))])
     staging = [find_transport("gloo").staging(plan, [[0]], PATIENCE_S) for _ in range(2)]
     senders = [
-        WeightSender("gloo", plan, own, engines, workers, PATIENCE_S, delta, number)
-        for number, own in enumerate(staging)
+        WeightSender("gloo", plan, own, engines, workers, PATIENCE_S, number) for number, own in enumerate(staging)
     ]
     link = senders[0].meet()
     with ThreadPoolExecutor() as pool:
@@ -152,14 +151,10 @@ def two_senders(
 
 def send_together(senders: list[WeightSender], fill: Fill, version: int) -> SendReport:
     """An update, as `WeightPublisher` has the ranks send it."""
-    sizes = [sum(each) for each in zip(*(sender.prepare(fill, version) for sender in senders), strict=True)]
-    senders[0].begin(version, sizes)
+    senders[0].begin(version)
     with ThreadPoolExecutor() as pool:
         sums = list(pool.map(lambda sender: sender.stream(fill, version), senders))
-    report = senders[0].finish(version, [sum(each) for each in zip(*sums, strict=True)])
-    for sender in senders:
-        sender.keep(version)
-    return report
+    return senders[0].finish(version, [sum(each) for each in zip(*sums, strict=True)])
 
 
 def all_hold(engines: list[Any], version: int) -> bool:

@@ -76,10 +76,6 @@ class WeightSync(Section):
 
     bucket_mib: Int = added(512, "size of one packed bucket of weights, MiB; two are held at a time on each side",
         ge=1, le=2**20)
-    delta_enable: bool = added(False,
-        "send engines only the weights of which the 16 bits have changed since the update before; whole buckets where "
-        "more than one in 16 has, or an engine is new. Rank 0 and every engine worker keep a copy of all weights in "
-        "host memory. For engines behind a slow network: needs vllm.sync_backend gloo")
     timeout_s: Float = added(300, "longest time one weight sync may take, seconds", gt=0)
     probe_tolerance: Float | None = added(None,
         "largest difference, in nats, that rounding may make between the policy's and an engine's log-probs of a text "

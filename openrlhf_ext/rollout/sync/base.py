@@ -134,8 +134,6 @@ class Link:
     world_size: int
     timeout_s: float
     handles: dict[str, Any]
-    keeps: bool = False
-    """Workers keep a copy of what they hold, for updates of what has changed."""
     stream: int = 0
 
 

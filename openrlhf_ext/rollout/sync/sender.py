@@ -31,7 +31,6 @@ from openrlhf_ext.rollout.sync.base import (
     sender_watch,
     while_watching,
 )
-from openrlhf_ext.rollout.sync.delta import Sent
 from openrlhf_ext.rollout.sync.plan import BucketPlan, Receipt, WeightSyncMismatch, check_receipts
 from openrlhf_ext.rollout.sync.stream import Fill, follow_stream, let_others_end, send_stream
 from openrlhf_ext.stores import open_store
@@ -154,12 +153,10 @@ class WeightSender:
         engines: Sequence[Any],
         tensor_parallel_size: int,
         timeout_s: float,
-        delta: bool = False,
         stream: int | None = 0,
         sends: bool = True,
     ) -> None:
-        """``delta``: after a first whole update, only what has changed in 16-bit weights travels. ``stream``: in which
-        this rank takes part, None: in none; ``sends``: it is the first of it."""
+        """``stream``: in which this rank takes part, None: in none; ``sends``: it is the first of it."""
         if not engines:
             raise ValueError("a weight sender needs at least one engine, got none")
         self._name, self._transport = transport, find_transport(transport)
@@ -170,9 +167,6 @@ class WeightSender:
         self._told = False
         self._stream, self._sends = stream, sends
         self._buckets = plan.of_stream(stream)
-        self.delta = delta
-        self._sent = Sent(self._buckets) if delta and sends else None
-        self._sums: list[int] = []
         self._calls: EngineCalls | None = None
         self._has_left: Callable[[], None] | None = None
         self.connected = False
@@ -226,8 +220,7 @@ class WeightSender:
     def _link(self, engine: int, address: str, port: int) -> Link:
         world_size = 1 + len(self._engines) * self._workers_per_engine
         first_rank = 1 + engine * self._workers_per_engine
-        return Link(self._name, address, port, first_rank, world_size, self._timeout_s, self._staging.handles,
-            self.delta)  # fmt: skip
+        return Link(self._name, address, port, first_rank, world_size, self._timeout_s, self._staging.handles)
 
     def _watch(self, what: str) -> Callable[[], None]:
         """Raises what explains that a transfer never ends."""
@@ -251,68 +244,40 @@ class WeightSender:
         generate until a later update succeeds, which needs a new `connect`."""
         try:
             try:
-                self.begin(version, self.prepare(fill, version))
-                report = self.finish(version, self.stream(fill, version))
+                self.begin(version)
+                return self.finish(version, self.stream(fill, version))
             except Exception as error:
                 self.explain(error)
         except Exception:
             self.close()
             raise
-        self.keep(version)
-        return report
 
-    def prepare(self, fill: Fill, version: int) -> list[int]:
-        """The sizes of this rank's frames by their numbers in the plan, if they may be of what changed: they are made
-        now, and what fails has reached no engine."""
-        if not self.delta:
-            return []
-        sizes = [0] * len(self._plan.buckets)
-        if self._sent is None:
-            follow_stream(self._buckets, self._staging, fill)
-            return sizes
-        if not self.connected:
-            let_others_end(self._buckets, self._staging, fill)
-            raise _not_connected()
-        self._sent.begin()
-        self._sums = send_stream(
-            self._sent, self._plan, self._staging, fill, version, self._workers_per_engine, self._stream or 0
-        )
-        for bucket, frame in zip(self._buckets, self._sent.frames, strict=True):
-            sizes[bucket.index] = len(frame)
-        return sizes
-
-    def begin(self, version: int, sizes: Sequence[int] = ()) -> None:
+    def begin(self, version: int) -> None:
         """On rank 0: have the engines receive."""
         self._calls = None
         if not self.connected:
             return
         self._start = time.monotonic()
-        self._nbytes = sum(sizes) or self._plan.payload_bytes
-        arguments = (version, list(sizes)) if sizes else (version,)
         self._calls = EngineCalls.start(
-            self._engines, "receive_weights", [arguments] * len(self._engines),
+            self._engines, "receive_weights", [(version,)] * len(self._engines),
             f"receiving weights of version {version}", self._timeout_s,
         )  # fmt: skip
 
     def stream(self, fill: Fill, version: int) -> list[int]:
         """This rank's stream: sums of what it has sent, in the plan's order. Whoever fails lets the others know."""
-        nothing = [0] * len(self._plan.tensors)
         if not self._sends:
-            if not self.delta:
-                follow_stream(self._buckets, self._staging, fill)
-            return nothing
+            follow_stream(self._buckets, self._staging, fill)
+            return [0] * len(self._plan.tensors)
         if self.end is None:
             let_others_end(self._buckets, self._staging, fill)
-            raise _not_connected()
+            raise WeightSyncError(
+                "the weight sender is not connected: call connect() first, and again after a failure"
+            )
         self.end.watch = self._watch(f"sending weights of version {version}")
         try:
-            if self._sent is None:
-                return send_stream(
-                    self.end, self._plan, self._staging, fill, version, self._workers_per_engine, self._stream or 0
-                )
-            for frame in self._sent.frames:
-                self.end.send(frame)()
-            return self._sums
+            return send_stream(
+                self.end, self._plan, self._staging, fill, version, self._workers_per_engine, self._stream or 0
+            )
         except (EnginesAtFault, WeightTransferFailed):
             self.close()
             raise
@@ -328,12 +293,7 @@ class WeightSender:
         check_receipts(self._plan, sums, receipts, version)
         self._tell_once(receipts)
         load_s = max(receipt.load_s for receipt in receipts)
-        return SendReport(time.monotonic() - self._start, self._nbytes, load_s, sums)
-
-    def keep(self, version: int) -> None:
-        """All engines hold this version."""
-        if self._sent is not None:
-            self._sent.version = version
+        return SendReport(time.monotonic() - self._start, self._plan.payload_bytes, load_s, sums)
 
     def explain(self, error: Exception) -> NoReturn:
         """On rank 0: raise what lies behind a sender's error, when the engines have heard that the update is void."""
@@ -361,12 +321,6 @@ class WeightSender:
         if self.end is not None:
             self.end.close()
             self.end = None
-        if self._sent is not None:
-            self._sent.close()
-
-
-def _not_connected() -> WeightSyncError:
-    return WeightSyncError("the weight sender is not connected: call connect() first, and again after a failure")
 
 
 def _await_receivers(store: dist.TCPStore, world_size: int, calls: EngineCalls) -> None:

@@ -24,7 +24,6 @@ from openrlhf_ext.rollout.sync.base import (
     sender_watch,
     while_watching,
 )
-from openrlhf_ext.rollout.sync.delta import Received
 from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, Bucket, BucketPlan, SentSums
 
 _MAGIC = 0x57454947485453
@@ -100,10 +99,8 @@ class WeightReceiver:
     """An engine worker's ends of updates, one for each stream of the plan. A frame's memory is not used again as long
     as a tensor of it is there: vLLM's layerwise reload keeps the tensors of a layer until the layer is complete."""
 
-    def __init__(self, ends: Sequence[ReceivingEnd], plan: BucketPlan, keeps: bool = False) -> None:
-        """``keeps``: a copy of all buckets, for updates of what has changed."""
+    def __init__(self, ends: Sequence[ReceivingEnd], plan: BucketPlan) -> None:
         self.ends = ends
-        self._received = Received() if keeps else None
         self._plan = plan
         self.waited_s = 0.0
         self._unfinished: dict[str, Tensor] = {}
@@ -123,34 +120,28 @@ class WeightReceiver:
             return [transport.open_receiver(store, each, rank) for each in links]
 
         ends = while_watching(open_all, sender_watch(store), link.timeout_s, lambda: late)
-        return cls(ends, plan, link.keeps)
+        return cls(ends, plan)
 
-    def receive(self, version: int, sizes: Sequence[int] = ()) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(name, tensor)` of all tensors, in the order of the buckets; one of every stream is under way.
-        ``sizes``: bytes of the frames, if they may be of changes. Raises WeightStreamAborted, WeightSyncError."""
+    def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield `(name, tensor)` of all tensors, in the order of the buckets; one of every stream is under way. Raises
+        WeightStreamAborted, WeightSyncError."""
         self.waited_s = 0.0
         self._unfinished.clear()
-        received = self._received
-        if received is not None:
-            received.begin()
-        sizes = sizes or [bucket.frame_bytes for bucket in self._plan.buckets]
         following = [iter(self._plan.of_stream(stream)) for stream in range(len(self.ends))]
-        waits = {stream: self._begin(next(buckets), sizes) for stream, buckets in enumerate(following)}
+        waits = {stream: self._begin(next(buckets)) for stream, buckets in enumerate(following)}
         for bucket in self._plan.buckets:
             start = time.monotonic()
             frame = waits.pop(bucket.stream)()
             self.waited_s += time.monotonic() - start
             _check_header(frame, self._plan, version, bucket.index)
             if (later := next(following[bucket.stream], None)) is not None:
-                waits[bucket.stream] = self._begin(later, sizes)
-            content = frame[HEADER_BYTES:] if received is None else received.update(bucket.index, frame)
+                waits[bucket.stream] = self._begin(later)
+            content = frame[HEADER_BYTES:]
             del frame
             yield from self._whole_tensors(bucket, content)
-        if received is not None:
-            received.version = version
 
-    def _begin(self, bucket: Bucket, sizes: Sequence[int]) -> Callable[[], Tensor]:
-        return self.ends[bucket.stream].receive(sizes[bucket.index])
+    def _begin(self, bucket: Bucket) -> Callable[[], Tensor]:
+        return self.ends[bucket.stream].receive(bucket.frame_bytes)
 
     def _whole_tensors(self, bucket: Bucket, content: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The tensors that end in the bucket; what travels in pieces is put together."""

@@ -58,10 +58,6 @@ class Explanation:
             if not all(map(math.isfinite, quantity.numbers)):
                 raise ValueError(f"{quantity.name} must be finite")
 
-    @property
-    def longest(self) -> int:
-        return max(len(completion.tokens) for completion in self.completions)
-
 
 # ---- colors ---------------------------------------------------------------------------------------------------------
 
@@ -69,17 +65,14 @@ Color = tuple[float, float, float]
 """Red, green, blue, each 0 to 1."""
 
 _WHITE: Color = (1.0, 1.0, 1.0)
-_AMBER: Color = (0.80, 0.36, 0.02)
 _BLUE: Color = (0.07, 0.34, 0.66)
 _RED: Color = (0.75, 0.10, 0.17)
-_GREEN: Color = (0.04, 0.45, 0.26)
-_GRAY: Color = (0.30, 0.30, 0.33)
-_GOLD: Color = (0.98, 0.78, 0.24)
 _DIM: Color = (0.62, 0.62, 0.64)
-_COLORS = {
-    "amount": (_AMBER, _AMBER), "signed": (_BLUE, _RED), "deviation": (_BLUE, _RED), "factor": (_GREEN, _GRAY),
-    "choice": (_GOLD, _GOLD),
+_COLORS: dict[str, tuple[Color, Color]] = {
+    "amount": ((0.80, 0.36, 0.02), (0.80, 0.36, 0.02)), "signed": (_BLUE, _RED), "deviation": (_BLUE, _RED),
+    "factor": ((0.04, 0.45, 0.26), (0.30, 0.30, 0.33)), "choice": ((0.98, 0.78, 0.24), (0.98, 0.78, 0.24)),
 }  # fmt: skip
+"""Of the largest number above the center of a scale, and of the one furthest below it."""
 _PALEST, _DEEPEST = 0.18, 0.9  # strength of a sign's smallest and largest value; 0 is white, 1 its full color
 _FULL_CONTRAST = 0.1  # values that differ by less than this fraction get colors that differ less, too
 
@@ -102,25 +95,25 @@ class Palette:
         self.center = 1.0 if quantity.scale == "factor" else 0.0
         self.above, self.below = _COLORS[quantity.scale]
         offsets = [value - self.center for value in quantity.numbers]
-        self.up = _range(offset for offset in offsets if offset > 0)
-        self.down = _range(-offset for offset in offsets if offset < 0)
+        self.up, self.down = (_span([sign * offset for offset in offsets if sign * offset > 0]) for sign in (1, -1))
         self.neutral = 0 in offsets
         self.largest = max(map(abs, offsets), default=0.0)
-        self.decimals = _decimals(max((abs(value) for value in quantity.numbers), default=0.0))
+        # two, or as many as show two digits of the largest value, at most six
+        largest = max(map(abs, quantity.numbers), default=0.0)
+        self.decimals = 2 if largest == 0 else min(6, max(2, 1 - math.floor(math.log10(largest))))
 
     def color(self, value: float | None) -> Color:
-        if value is None:
+        if value is None or value == self.center:
             return _WHITE
         offset = value - self.center
-        if offset == 0:
-            return _WHITE
         full, span = (self.above, self.up) if offset > 0 else (self.below, self.down)
-        return _mix(_WHITE, full, self._strength(abs(offset), span))
+        strength = self._strength(abs(offset), *(span or (0.0, abs(offset))))
+        red, green, blue = (1 + (part - 1) * strength for part in full)
+        return red, green, blue
 
-    def _strength(self, size: float, span: tuple[float, float] | None) -> float:
+    def _strength(self, size: float, low: float, high: float) -> float:
         if self.scale == "choice":
             return 1.0
-        low, high = span or (0.0, size)
         if self.scale == "amount":
             # The square root keeps the many small entropies apart where one token has a large one.
             return _DEEPEST * math.sqrt(size / high)
@@ -160,19 +153,8 @@ class Palette:
         return Swatch(f"{first} to {last}", tuple(ramp))
 
 
-def _range(sizes: Iterator[float]) -> tuple[float, float] | None:
-    found = list(sizes)
-    return (min(found), max(found)) if found else None
-
-
-def _decimals(largest: float) -> int:
-    """Two, or as many as show two digits of the largest value, at most six."""
-    return 2 if largest == 0 else min(6, max(2, 1 - math.floor(math.log10(largest))))
-
-
-def _mix(start: Color, end: Color, share: float) -> Color:
-    red, green, blue = ((1 - share) * a + share * b for a, b in zip(start, end, strict=True))
-    return red, green, blue
+def _span(sizes: Sequence[float]) -> tuple[float, float] | None:
+    return (min(sizes), max(sizes)) if sizes else None
 
 
 def ink_on(background: Color) -> Color:
@@ -208,27 +190,6 @@ def columns_of(text: str) -> int:
     return len(text) + wide - combining
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Columns of a picture: a width in characters for each position, and bands of positions that fit a line."""
-
-    widths: tuple[int, ...]
-    bands: tuple[range, ...]
-
-
-def lay_out(explanation: Explanation, palettes: Sequence[Palette], width: int, numbers: bool) -> Layout:
-    """Fit the positions into lines of ``width`` characters, one of them between columns; a band has one at least."""
-    widths = [1] * explanation.longest
-    for row, completion in enumerate(explanation.completions):
-        for position, token in enumerate(completion.tokens):
-            texts = [visible(token)]
-            if numbers:
-                pairs = zip(explanation.quantities, palettes, strict=True)
-                texts += [palette.text(quantity.values[row][position]) for quantity, palette in pairs]
-            widths[position] = max(widths[position], *map(columns_of, texts))
-    return Layout(tuple(widths), tuple(_bands(widths, width)))
-
-
 def _bands(widths: Sequence[int], width: int) -> Iterator[range]:
     start, used = 0, 0
     for position, column in enumerate(widths):
@@ -239,71 +200,56 @@ def _bands(widths: Sequence[int], width: int) -> Iterator[range]:
     yield range(start, len(widths))
 
 
-def head(explanation: Explanation) -> list[str]:
-    """The lines above the panels: title, notes, prompt, and one for each completion."""
-    rows = [
-        f"{row_name(row, completion):>{gutter_of(explanation) - 1}} {completion.label}"
-        for row, completion in enumerate(explanation.completions)
-    ]
-    prompt = explanation.prompt
-    if len(prompt) > LONGEST_PROMPT:
-        prompt = prompt[:LONGEST_PROMPT] + "…"
-    lines = [explanation.title, *explanation.notes, "", f"prompt  {prompt}", *rows]
-    return [printable(line) for line in lines]
-
-
-def row_name(row: int, completion: Completion) -> str:
-    return f"{row + 1} {completion.mark}"
-
-
-def gutter_of(explanation: Explanation) -> int:
-    return 1 + max(columns_of(row_name(row, completion)) for row, completion in enumerate(explanation.completions))
-
-
 # ---- lines ----------------------------------------------------------------------------------------------------------
 
 
 def render(explanation: Explanation, *, width: int = 100, color: bool = True) -> str:
     """The picture as text: ANSI background colors (24 bit) behind the tokens, or the numbers below them."""
-    palettes = [Palette(quantity) for quantity in explanation.quantities]
-    gutter = gutter_of(explanation)
-    layout = lay_out(explanation, palettes, width - gutter, numbers=not color)
-    lines = head(explanation)
-    for quantity, palette in zip(explanation.quantities, palettes, strict=True):
-        legend = "   ".join(_swatch(swatch) if color else swatch.label for swatch in palette.legend())
+    completions = explanation.completions
+    names = [f"{row} {completion.mark}" for row, completion in enumerate(completions, start=1)]
+    gutter = 1 + max(map(columns_of, names))
+    names = [f"{name:>{gutter - 1}} " for name in names]
+    panels = [(quantity, Palette(quantity)) for quantity in explanation.quantities]
+    widths = [1] * max(len(completion.tokens) for completion in completions)
+    for row, completion in enumerate(completions):
+        for place, token in enumerate(completion.tokens):
+            numbers = [] if color else [palette.text(quantity.values[row][place]) for quantity, palette in panels]
+            widths[place] = max(widths[place], *map(columns_of, (visible(token), *numbers)))
+    bands = list(_bands(widths, width - gutter))
+    prompt = explanation.prompt
+    prompt = prompt if len(prompt) <= LONGEST_PROMPT else prompt[:LONGEST_PROMPT] + "…"
+    labels = [name + completion.label for name, completion in zip(names, completions, strict=True)]
+    lines = list(map(printable, [explanation.title, *explanation.notes, "", f"prompt  {prompt}", *labels]))
+    for quantity, palette in panels:
+        legend = "   ".join(_legend(swatch) if color else swatch.label for swatch in palette.legend())
         lines += ["", f"{quantity.name}: {quantity.meaning}   [{legend}]"]
-        for band in layout.bands:
-            lines += [f"{'':{gutter}}from token {band.start + 1}"] if len(layout.bands) > 1 else []
-            for row, completion in enumerate(explanation.completions):
-                name = f"{row_name(row, completion):>{gutter - 1}} "
-                lines += _row(name, completion, quantity.values[row], palette, layout.widths, band, color)
+        for band in bands:
+            lines += [f"{'':{gutter}}from token {band.start + 1}"] if len(bands) > 1 else []
+            for name, completion, values in zip(names, completions, quantity.values, strict=True):
+                places = band[: max(0, len(completion.tokens) - band.start)]
+                shown = [(visible(completion.tokens[place]), values[place], widths[place]) for place in places]
+                lines += _row(name, shown, palette, color)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _swatch(swatch: Swatch) -> str:
+def _legend(swatch: Swatch) -> str:
     ramp = swatch.ramp if len(swatch.ramp) == 1 else swatch.ramp[::2]
     return "".join(_painted(" ", shade) for shade in ramp) + f" {swatch.label}"
 
 
-def _row(
-    name: str, completion: Completion, values: Sequence[float | None], palette: Palette, widths: Sequence[int],
-    band: range, color: bool,
-) -> list[str]:  # fmt: skip
-    positions = [position for position in band if position < len(completion.tokens)]
-    if not positions:
+def _row(name: str, shown: Sequence[tuple[str, float | None, int]], palette: Palette, color: bool) -> list[str]:
+    """``shown``: token, number, and columns."""
+    texts = [" " * (width - columns_of(token)) + token for token, _, width in shown]
+    if not shown:
         return []
-    tokens = [(visible(completion.tokens[position]), widths[position]) for position in positions]
-    texts = [" " * (width - columns_of(token)) + token for token, width in tokens]
     if color:
-        pairs = zip(texts, (values[position] for position in positions), strict=True)
-        return [name + " ".join(_painted(text, palette.color(value), value) for text, value in pairs)]
-    numbers = [palette.text(values[position]).rjust(widths[position]) for position in positions]
+        pairs = zip(texts, shown, strict=True)
+        return [name + " ".join(_painted(text, palette.color(value), value) for text, (_, value, _) in pairs)]
+    numbers = [palette.text(value).rjust(width) for _, value, width in shown]
     return [name + " ".join(texts), " " * len(name) + " ".join(numbers)]
 
 
 def _painted(text: str, background: Color, value: float | None = 0.0) -> str:
-    def code(color: Color) -> str:
-        return ";".join(str(round(255 * part)) for part in color)
-
     ink = _DIM if value is None else ink_on(background)  # dim: an environment wrote it
-    return f"\x1b[48;2;{code(background)}m\x1b[38;2;{code(ink)}m{text}\x1b[0m"
+    behind, letters = (";".join(str(round(255 * part)) for part in shade) for shade in (background, ink))
+    return f"\x1b[48;2;{behind}m\x1b[38;2;{letters}m{text}\x1b[0m"

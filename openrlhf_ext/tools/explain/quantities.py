@@ -23,27 +23,28 @@ def explain(rollouts: Sequence[Rollout], name: str, options: dict[str, Any], gro
     Published values stand in for options without a default. Raises ValueError: unknown algorithm, option or group, or
     rollouts that the algorithm refuses.
     """
-    rows = _rows_of(rollouts, rollouts[0].group if group is None else group)
+    group = rollouts[0].group if group is None else group
+    rows = [row for row, rollout in enumerate(rollouts) if rollout.group == group]
+    if not rows:
+        known = ", ".join(dict.fromkeys(rollout.group for rollout in rollouts))
+        raise ValueError(f"--group {group!r} is not in the file; its groups are {known}")
     options = with_published_values(name, options, max_length=max(map(len, rollouts)))
     algorithm = get_algorithm(name, **options)
     batch = make_batch(rollouts)
     shaped = algorithm.prepare(batch["old_logprobs"], algorithm.shape(batch), seed=0)
     quantities, notes = _quantities(algorithm, batch, shaped, {row: rollouts[row] for row in rows})
+    if not bool(shaped.kept[rows[0]]):
+        notes.append("The group is dropped from the batch: all its completions are correct, or all are wrong.")
+    elif not bool(shaped.segments.take(shaped.advantages, rows).any()):
+        notes.append("The group teaches nothing: all its advantages are 0.")
     shown = ", ".join(f"{key}={json.dumps(value)}" for key, value in options.items())
+    idea = (type(algorithm).__doc__ or "").strip().partition("\n\n")[0]
     return Explanation(
-        title=f"{name}, group {rollouts[rows[0]].group}" + (f"  ({shown})" if shown else ""),
-        prompt=rollouts[rows[0]].record["prompt"], notes=(_idea(algorithm), *notes, *_group_notes(shaped, rows)),
+        title=f"{name}, group {group}" + (f"  ({shown})" if shown else ""),
+        prompt=rollouts[rows[0]].record["prompt"], notes=(" ".join(idea.replace("`", "").split()), *notes),
         completions=tuple(_completion(rollouts[row], algorithm, shaped, row) for row in rows),
         quantities=tuple(quantities),
     )  # fmt: skip
-
-
-def _rows_of(rollouts: Sequence[Rollout], group: str) -> list[int]:
-    rows = [row for row, rollout in enumerate(rollouts) if rollout.group == group]
-    if not rows:
-        known = ", ".join(dict.fromkeys(rollout.group for rollout in rollouts))
-        raise ValueError(f"--group {group!r} is not in the file; its groups are {known}")
-    return rows
 
 
 def make_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
@@ -85,7 +86,10 @@ def _quantities(
         *(panel(*quantity) for quantity in _method_quantities(shaped)),
         panel("advantage", "above 0 makes the token likelier, below 0 rarer", "signed", shaped.advantages),
     ]
-    update_N = first_update(algorithm, batch, shaped)
+    # gradient of the objective in the log-probs, at the policy that sampled, times the tokens that count
+    logprobs_N = batch["old_logprobs"].clone().requires_grad_()
+    (gradient_N,) = torch.autograd.grad(algorithm.loss(logprobs_N, shaped).value, logprobs_N)
+    update_N = -gradient_N * int(shaped.lengths[shaped.active].sum())
     if torch.allclose(update_N, shaped.advantages.to(update_N), rtol=1e-9, atol=1e-12):
         return panels, ["The first update pulls each token by its advantage: all tokens weigh the same."]
     meaning = "pull of the first update on the log-prob; the advantage, where all tokens weigh the same"
@@ -106,26 +110,6 @@ def _method_quantities(shaped: LossBatch) -> Iterator[tuple[str, str, str, Tenso
         yield "held back", "chosen by its covariance", "choice", shaped["selection"]
     if "lambda" in names:
         yield "lambda", "0 silences a conflict token, above 1 strengthens it", "factor", shaped["lambda"]
-
-
-def first_update(algorithm: Algorithm, batch: RolloutBatch, shaped: LossBatch) -> Tensor:
-    """(N,) gradient of the objective in the log-probs, at the policy that sampled, times the tokens that count."""
-    logprobs_N = batch["old_logprobs"].clone().requires_grad_()
-    (gradient_N,) = torch.autograd.grad(algorithm.loss(logprobs_N, shaped).value, logprobs_N)
-    return -gradient_N * int(shaped.lengths[shaped.active].sum())
-
-
-def _idea(algorithm: Algorithm) -> str:
-    """The first paragraph of what the method says about itself, on one line."""
-    paragraph = (type(algorithm).__doc__ or "").strip().partition("\n\n")[0]
-    return " ".join(paragraph.replace("`", "").split())
-
-
-def _group_notes(shaped: LossBatch, rows: Sequence[int]) -> Iterator[str]:
-    if not bool(shaped.kept[rows[0]]):
-        yield "The group is dropped from the batch: all its completions are correct, or all are wrong."
-    elif not bool(shaped.segments.take(shaped.advantages, rows).any()):
-        yield "The group teaches nothing: all its advantages are 0."
 
 
 def _completion(rollout: Rollout, algorithm: Algorithm, shaped: LossBatch, row: int) -> Completion:

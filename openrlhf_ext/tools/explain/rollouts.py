@@ -15,18 +15,36 @@ from openrlhf_ext.inputs import (
     TEXT_OR_INTEGER,
     InputError,
     Kind,
+    check,
     decode,
     is_integer,
     is_number,
     nearest,
     read_text,
-    type_name,
 )
 
 TOKEN_NUMBERS = ("logprobs", "entropies", "ref_logprobs", "guide_logprobs", "values")
-_REQUIRED = ("group", "prompt", "tokens", "token_ids", "reward", "logprobs", "entropies")
-_OPTIONAL = (*TOKEN_NUMBERS[2:], "environment", "truncated", "from_guide", "step")
-_IGNORED = ("comment", "rollout_logprobs", "score", "label", "advantages", "loss_mask", "token_weights")
+# rounding may leave the log-prob of a certain token a little above 0
+_LOGPROB = Kind("a log-probability: a finite number, at most 0", lambda value: is_number(value) and value <= 1e-3)
+_ENTRIES = {
+    "tokens": TEXT, "token_ids": INTEGER, "logprobs": _LOGPROB, "ref_logprobs": _LOGPROB, "guide_logprobs": _LOGPROB,
+    "entropies": Kind("an entropy in nats: a finite number, at least 0", lambda v: is_number(v) and v >= 0),
+    "values": NUMBER, "environment": Kind("0 or 1", lambda value: is_integer(value) and value in (0, 1)),
+}  # fmt: skip
+"""What a list of a completion has for each token."""
+_LIST = Kind("a list with one entry per token", lambda value: isinstance(value, list))
+_REQUIRED = {
+    "group": TEXT_OR_INTEGER, "prompt": TEXT, "tokens": _LIST, "token_ids": _LIST, "reward": NUMBER, "logprobs": _LIST,
+    "entropies": _LIST,
+}  # fmt: skip
+_OPTIONAL = {
+    "ref_logprobs": _LIST, "guide_logprobs": _LIST, "values": _LIST, "environment": _LIST, "truncated": FLAG,
+    "from_guide": FLAG, "step": INTEGER,
+}  # fmt: skip
+_KNOWN = (
+    *_REQUIRED, *_OPTIONAL, "comment", "rollout_logprobs", "score", "label", "advantages", "loss_mask", "token_weights",
+)  # fmt: skip
+_OF_A_RUN = '{"step": '
 
 
 @dataclass(frozen=True)
@@ -49,22 +67,15 @@ class Rollout:
 
 
 def read_rollouts(path: Path, step: int | None = None) -> list[Rollout]:
-    """Reads and checks a rollouts file, one JSON object per completion; blank lines are skipped.
+    """Reads and checks a rollouts file, one JSON object per completion; blank lines are skipped. Raises InputError.
 
     Of a run's samples.jsonl, whose last line may still be being written, only this step's completions, or the last's.
     """
-    rollouts: list[Rollout] = []
     # Not splitlines: it also splits at line separators that may stand inside a JSON string.
     lines = read_text(path).split("\n")
     if lines[0].startswith(_OF_A_RUN):
         lines[-1] = ""  # unfinished, or nothing
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            record = decode(line, f"{path}, line {number}")
-            try:
-                rollouts.append(_rollout(record, number))
-            except InputError as error:
-                raise InputError(f"{path}, line {number}: {error}") from error
+    rollouts = [_rollout(line, n, f"{path}, line {n}") for n, line in enumerate(lines, start=1) if line.strip()]
     if not rollouts:
         raise InputError(f"{path} holds no completion")
     rollouts = _of_step(path, rollouts, step)
@@ -84,62 +95,29 @@ def _of_step(path: Path, rollouts: list[Rollout], step: int | None) -> list[Roll
     return [rollout for rollout in rollouts if rollout.record["step"] == wanted]
 
 
-def _rollout(record: Any, number: int) -> Rollout:
-    if not isinstance(record, dict):
-        raise InputError(f"a completion must be a JSON object, got a {type_name(record)}")
-    if missing := [key for key in _REQUIRED if key not in record]:
-        raise InputError(f"missing {', '.join(missing)}; a completion needs {', '.join(_REQUIRED)}")
-    for key in ("tokens", *record):
-        _check_key(key, record[key], record)
+def _rollout(line: str, number: int, where: str) -> Rollout:
+    record = check(decode(line, where), where, _REQUIRED, _OPTIONAL, "docs/explain.md lists the keys")
+    for key in record:
+        if key not in _KNOWN:
+            hint = f"; did you mean {near}?" if (near := nearest(key, _KNOWN)) else "."
+            raise InputError(f"{where}: unknown key {key!r}{hint} Known keys: {', '.join(_KNOWN)}")
+    if not (tokens := len(record["tokens"])):
+        raise InputError(f"{where}: tokens is empty; every completion needs at least one token")
+    for key, kind in _ENTRIES.items():
+        values = record.get(key, record["tokens"])
+        if len(values) != tokens:
+            raise InputError(f"{where}: {key} has {len(values)} entries, tokens has {tokens}; one per token is needed")
+        for index, value in enumerate(values if key in record else ()):
+            if not kind.holds(value):
+                raise InputError(f"{where}: {key}[{index}] must be {kind.words}, got {value!r}")
     if all(record.get("environment", [0])):
-        raise InputError("environment is 1 everywhere; every completion needs at least one token of the policy")
+        raise InputError(f"{where}: environment is 1 everywhere; a completion needs at least one token of the policy")
     return Rollout(str(record["group"]), number, record)
-
-
-def _check_key(key: str, value: Any, record: dict[str, Any]) -> None:
-    known = (*_REQUIRED, *_OPTIONAL, *_IGNORED)
-    if key not in known:
-        near = nearest(key, known)
-        hint = f"; did you mean {near}?" if near else "."
-        raise InputError(f"unknown key {key!r}{hint} Known keys: {', '.join(known)}")
-    if key in _SCALARS:
-        if not _SCALARS[key].holds(value):
-            raise InputError(f"{key} must be {_SCALARS[key].words}, got {value!r}")
-    elif key not in _IGNORED:
-        _check_list(key, value, len(record["tokens"]) if isinstance(record["tokens"], list) else 0)
-
-
-def _check_list(key: str, values: Any, tokens: int) -> None:
-    if not isinstance(values, list):
-        raise InputError(f"{key} must be a list with one entry per token, got {type(values).__name__}")
-    if not values:
-        raise InputError(f"{key} is empty; every completion needs at least one token")
-    if len(values) != tokens:
-        raise InputError(f"{key} has {len(values)} entries, tokens has {tokens}; one entry per token is needed")
-    for index, value in enumerate(values):
-        if not _LISTS[key].holds(value):
-            raise InputError(f"{key}[{index}] must be {_LISTS[key].words}, got {value!r}")
-
-
-_OF_A_RUN = '{"step": '
-# rounding may leave the log-prob of a certain token a little above 0
-_LOGPROB = Kind("a log-probability: a finite number, at most 0", lambda value: is_number(value) and value <= 1e-3)
-_ENTROPY = Kind("an entropy in nats: a finite number, at least 0", lambda value: is_number(value) and value >= 0)
-_SCALARS = {
-    "group": Kind("an integer or a text", TEXT_OR_INTEGER.holds), "prompt": TEXT, "reward": NUMBER, "truncated": FLAG,
-    "from_guide": FLAG, "step": Kind("a step: an integer", is_integer),
-}  # fmt: skip
-_LISTS = {
-    "tokens": TEXT, "token_ids": INTEGER, "logprobs": _LOGPROB, "entropies": _ENTROPY, "ref_logprobs": _LOGPROB,
-    "guide_logprobs": _LOGPROB, "values": NUMBER,
-    "environment": Kind("0 or 1", lambda value: is_integer(value) and value in (0, 1)),
-}  # fmt: skip
 
 
 def _check_together(path: Path, rollouts: Sequence[Rollout]) -> None:
     """One prompt for each group, and optional numbers on every line or on none."""
-    first_of: dict[str, Rollout] = {}
-    first = rollouts[0]
+    first, first_of = rollouts[0], dict[str, Rollout]()
     for rollout in rollouts:
         leader = first_of.setdefault(rollout.group, rollout)
         if rollout.record["prompt"] != leader.record["prompt"]:

@@ -649,7 +649,6 @@ def host_memory(config: RunConfig, policy: TrainedModel, pool: int) -> dict[str,
     of weights."""
     fullest = max(policy.states, key=lambda one: one.weights + one.optimizer)
     per_node = config.actor.num_gpus_per_node
-    whole = 2 * policy.parameters if config.weight_sync.delta_enable else 0
     moved = fullest.weights + fullest.optimizer
     return _there({
         "states of sleeping ranks": per_node * moved if config.ds.enable_sleep else 0,
@@ -659,8 +658,6 @@ def host_memory(config: RunConfig, policy: TrainedModel, pool: int) -> dict[str,
         ),
         "reference policy": per_node * fullest.weights if config.has_reference and not config.ds.lora.enabled else 0,
         "moving average (fp32)": per_node * fullest.gradients if config.train.enable_ema else 0,
-        "copy of the weights in their senders, to find changes": whole,
-        "copies of the weights in engines of a node": per_node * whole,
         "checkpoint on its way to disk": per_node * moved if config.ckpt.async_enable and config.ckpt.saves else 0,
     })  # fmt: skip
 

@@ -190,11 +190,10 @@ WHOLE, SLICES, GLOO = "through rank 0", "in slices", "over gloo"
 ``sharded_rdt`` does, which this package does not call: each engine worker gets the slices that it holds from the ranks
 that hold them, all copies of the policy alike; and host memory."""
 _CALLS_S = (0.05, 0.018)
-"""Of the calls of an update with one engine, and of each further one. These and the next two are measured on two cores
-with Qwen2.5-0.5B (benchmarks/results/weight_sync_cpu.json: control; engine; transport, delta)."""
-_GLOO_S_PER_GB, _DELTA_S_PER_GB = 1.15, 1.24
-"""Over gloo into a loaded engine, and where 0.1 % of the entries changed (the whole sync, 0.38 s of it sending and
-0.75 s loading; sending takes 0.48 s where changes are found first)."""
+"""Of the calls of an update with one engine, and of each further one. These and the next are measured on two cores with
+Qwen2.5-0.5B (benchmarks/results/weight_sync_cpu.json: control; engine; transport)."""
+_GLOO_S_PER_GB = 1.15
+"""Over gloo into a loaded engine: of the whole sync, 0.38 s is sending and 0.75 s loading."""
 
 
 @dataclass(frozen=True)
@@ -427,10 +426,9 @@ class Clock:
               for share, rate, where in ((away, self.gpu.far, ""), (1 - away, self.gpu.near, " within a node"))),
             in_memory(received),
         )  # fmt: skip
-        host = size / 1e9 * (_DELTA_S_PER_GB if config.weight_sync.delta_enable else _GLOO_S_PER_GB)
         ways = {
             WHOLE: Sync(whole[0], calls, whole[1]), SLICES: Sync(slices[0], calls, slices[1]),
-            GLOO: Sync(host, calls, "host memory and the loopback"),
+            GLOO: Sync(size / 1e9 * _GLOO_S_PER_GB, calls, "host memory and the loopback"),
         }  # fmt: skip
         return {way: one for way, one in ways.items() if way != SLICES or not sends_adapters(config)}
 
@@ -457,6 +455,6 @@ class Clock:
             f"longest responses are finished in a batch of {a.tail:.0%}; no communication is hidden behind "
             f"computation; {a.fixed_s:g} s a step for grading, shaping and records",
             f"a weight sync: {_CALLS_S[0] * 1e3:g} ms of calls and {_CALLS_S[1] * 1e3:g} for each further engine, over "
-            f"gloo {_GLOO_S_PER_GB:g} s for 10^9 bytes ({_DELTA_S_PER_GB:g} where 0.1% of the weights changed), "
-            "measured on two cores (weight_sync_cpu.json); on a GPU loading and summing are four passes of its memory",
+            f"gloo {_GLOO_S_PER_GB:g} s for 10^9 bytes, measured on two cores (weight_sync_cpu.json); on a GPU loading "
+            "and summing are four passes of its memory",
         ]
