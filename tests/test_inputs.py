@@ -205,7 +205,7 @@ def read_store(path: Path) -> None:
         pass
 
 
-ASKED_FOR_NOTHING = dict.fromkeys(("protocol", "completions", *DEFAULTS))  # options of evaluate
+ASKED_FOR_NOTHING = dict.fromkeys(("protocol", "completions", "benchmark", *DEFAULTS))  # options of evaluate
 KINDS: dict[str, Callable[[Path], Any]] = {
     "run.yaml": read_configuration,
     **dict.fromkeys(["data.jsonl", "array.json", "data.csv", "data.parquet", "data.arrow"], read_data),

@@ -141,7 +141,7 @@ def read_yaml(path: str, table: OptionTable) -> tuple[list[Setting], list[Violat
     folder is one that the package ships.
     """
     given = os.path.expanduser(path)
-    if not os.path.exists(given) and given.startswith("configs/"):
+    if not os.path.exists(given) and given.startswith("configs/") and shipped(given).exists():
         given = str(shipped(given))
     try:
         loader = ConfigLoader(read_text(given, _FILE_BYTES))

@@ -389,6 +389,10 @@ def checkpoint_violations(config: RunConfig) -> Iterator[Violation]:
             shape = read_model_shape(folder) if value_head is None else read_value_shape(folder, value_head)
         except InputError:
             continue  # reported by the configuration's own rules
+        if not (config.dry_run or config.dry_run_json or has_weights(folder)):
+            yield Violation((option,), f"{option}: {folder} holds no *.safetensors file, which a run loads; save the "
+                "model's weights there (save_pretrained), or ask with --dry_run what it would hold")  # fmt: skip
+            continue
         try:
             check_files(folder, shape, trained_head=option.startswith("reward."))
         except InputError as error:

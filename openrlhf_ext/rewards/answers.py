@@ -39,7 +39,8 @@ _DRESSING = (
     (re.compile(r", ?\\!(?=\d{3})"), ","),
     (re.compile(r"\\(?:left|right|displaystyle|limits)(?![a-zA-Z])|\\!|(?<!\\)\\[()\[\]]"), ""),
     (re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox)\s*{([^{}]*)}"), r" \1"),
-    (re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\,|[\u2009\u202f])\d{3})+(?!\d)"), lambda m: re.sub(r"\\,|\s", "", m[0])),
+    (re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\,|[\u00a0\u2009\u202f])\d{3})+(?!\d)"),
+     lambda m: re.sub(r"\\,|\s", "", m[0])),
     (re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~|\s"), " "),
     (re.compile(r"\{,}"), ","),
     (re.compile(r"\\([$%{}])"), r"\1"),
@@ -84,8 +85,14 @@ _UNIT = re.compile(
 )  # fmt: skip
 _TENS = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALE = re.compile(rf"(?i) ?\b({'|'.join(_TENS)})s?\b")
-_MARK = re.compile(r"\d ?_ ?{?\w+|\d +\.?\d|^-?[\d.]+[a-zA-Z]$")
-"""What math-verify drops or adds: it takes 12_7 for 12, "2 3" for 5, and 5m for 5."""
+_MARK = re.compile(
+    r"\d ?_ ?{?\w+|\d +\.?\d|^-?[\d.]+[a-zA-Z]$|degrees ?[a-zA-Z]\b|\d ?['\"′″’”]+|"
+    r"\d+/\d+/\d+|\d{4}-\d\d-\d\d|\b\d{3}-\d{4}\b"
+)
+"""What math-verify drops or computes: it takes 12_7 for 12, "2 3" for 5, 5m for 5, 6'2" for 62, a date for a number."""
+_WORD = re.compile(
+    r"\\text\w*\s*{[^{}]*}|\b(?:[ap]\.?m\.?|north|south|east|west|and|or|left|right|up|down|odd|even)(?![a-z])", re.I
+)
 
 
 class Quantity(NamedTuple):
@@ -200,7 +207,8 @@ def surely_different(first: str, second: str) -> bool:
     left, right = _read(first), _read(second)
     if isinstance(left, str) or isinstance(right, str):
         scales, marks = ([sorted(found.findall(_undressed(a))) for a in (first, second)] for found in (_SCALE, _MARK))
-        return scales[0] != scales[1] or marks[0] != marks[1]
+        words = [{_squeezed_word(found[0]) for found in _WORD.finditer(a)} - {""} for a in (first, second)]
+        return scales[0] != scales[1] or marks[0] != marks[1] or bool(words[0] and words[1] and words[0] != words[1])
     if isinstance(left, Quantity) and isinstance(right, Quantity):
         whole = left.value.denominator == right.value.denominator == 1
         measures = left.dimension and right.dimension
@@ -208,6 +216,11 @@ def surely_different(first: str, second: str) -> bool:
     if isinstance(left, Several) and isinstance(right, Several):
         return bool(left.opening and right.opening) and left[::2] != right[::2]
     return not any(isinstance(read, Several) and len(read.entries) == 1 for read in (left, right))
+
+
+def _squeezed_word(found: str) -> str:
+    """``\\text{ p.m.}`` as ``pm``, a plural as its singular."""
+    return re.sub(r"[^a-z]", "", re.sub(r"\\text\w*", "", found).lower()).removesuffix("s")
 
 
 def normalized(answer: str) -> str:

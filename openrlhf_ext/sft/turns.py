@@ -84,8 +84,9 @@ class ExampleForm:
         text = text.rstrip("\n")
         spans = [(start, min(stop, len(text))) for start, stop in spans]
         if not text.endswith(end):
+            ends_in_answer = spans[-1][1] == len(text)
             text += f" {end}"
-            if not self.multiturn:
+            if ends_in_answer:
                 spans[-1] = (spans[-1][0], len(text))
         ids, places = self._located(text, sorted({place for span in spans for place in span}))
         ranges = [(places[start], min(places[stop], self.max_len)) for start, stop in spans]
@@ -175,20 +176,20 @@ class ExampleForm:
         """What the template writes between the generation prompt and the record's words. Raises Refused: the words are
         not there."""
         written, words = until[len(before) :], _words(chat[turn])
-        if len(words) == 1 and words == _words({"content": chat[turn]["content"]}):
-            squeezed = _squeezed(words[0])
+        if len(words) < 2 and words == _words({"content": chat[turn]["content"]}):
+            squeezed = _squeezed("".join(words))
             opened = _OPENING_TAG.match(squeezed)  # the generation prompt may have written the tag already
             rests = [squeezed]
             if opened is not None and _squeezed(before).endswith(opened[0]):
                 rests.append(squeezed[opened.end() :])
-            if any(_squeezed(written).startswith(rest) for rest in rests):
+            if words and any(_squeezed(written).startswith(rest) for rest in rests):
                 return ""
             mark = uuid4().hex
             marked = self._render([*chat[:turn], {**chat[turn], "content": mark}]).removeprefix(before)
             lead = marked.partition(mark)[0]
             if written.startswith(lead) and _squeezed(written[len(lead) :]).startswith(squeezed):
                 return lead
-            raise Refused(_dropped(words[0], turn, written))
+            raise Refused(_dropped("".join(words), turn, written))
         if missing := [each for each in words if not _has(written, each)]:
             raise Refused(_dropped(missing[0], turn, written))
         return ""

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from openrlhf_ext.algorithms import registry
 from openrlhf_ext.cli import train_ppo_ray
-from openrlhf_ext.config import ConfigError, load_config
+from openrlhf_ext.config import ConfigError, build_config, load_config
 from openrlhf_ext.config.estimator import algorithm_options, engine_entropies, old_logprobs
 from openrlhf_ext.driver import job, preflight
 from openrlhf_ext.driver.guard import Guard
-from openrlhf_ext.driver.preflight import check_files, findings, try_user_code
+from openrlhf_ext.driver.preflight import check_files, checkpoint_violations, findings, try_user_code
 from openrlhf_ext.driver.settings import build_algorithm
 from openrlhf_ext.megatron.model.shape import read_model_shape, read_value_shape
 from tests.e2e.estimators import OWN_METHOD
@@ -481,3 +481,12 @@ def test_what_was_seen_to_be_enough_is_enough(task, monkeypatch):
 def test_an_estimator_that_does_not_exist_gets_no_critic(task):
     (told,) = problems(task, "--algo.advantage.estimator", "gtpo", "--critic.num_gpus_per_node", "3")
     assert "two methods have this name: use gtpo_entropy" in told
+
+
+def test_a_run_without_weights_is_refused_and_a_dry_run_is_not(tmp_path: Path) -> None:
+    make_tiny_policy(tmp_path / "model")
+    (tmp_path / "model/model.safetensors").unlink()
+    given = {"actor.model_name_or_path": str(tmp_path / "model"), "data.max_len": 256, "rollout.max_new_tokens": 64}
+    (found,) = checkpoint_violations(build_config(given, origin="test", files=False))
+    assert "holds no *.safetensors file, which a run loads" in found.message
+    assert not [*checkpoint_violations(build_config(given | {"dry_run": True}, origin="test", files=False))]

@@ -19,6 +19,7 @@ from openrlhf_ext.config.estimator import old_logprobs
 from openrlhf_ext.config.files import model_folder, unknown_model
 from openrlhf_ext.config.model_rules import divisible, shape_violations
 from openrlhf_ext.config.rules import LAYOUT_RULES
+from openrlhf_ext.inputs import nearest
 from openrlhf_ext.megatron.layout import PIPELINE_ENDS, ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
 from openrlhf_ext.options import Section, is_set, nest
@@ -79,6 +80,7 @@ SHARING = {"train.colocate_all": True, "ds.enable_sleep": True, "vllm.enable_sle
 
 DYNAMIC = {"train.dynamic_batch_enable": True}
 _OTHER_GPUS = ("H200", "B200")
+_SAME_CARD = 0.85  # of two names, with one slip; A100-24 is no A100-40
 
 Options = Mapping[str, Any]
 
@@ -142,9 +144,11 @@ class Planner:
 
     def __post_init__(self) -> None:
         if self.gpu_name not in GPUS:
+            near = nearest(self.gpu_name, GPUS, cutoff=_SAME_CARD)
+            hint = f"did you mean {near}?" if near else "of another card give the nearest one, and its memory as "
             raise PlanError(
-                f"--gpu must be one of {', '.join(GPUS)}: got {self.gpu_name}; of another card give the nearest one, "
-                "and its memory as megatron.gpu_memory_gib"
+                f"--gpu must be one of {', '.join(GPUS)}: got {self.gpu_name}; {hint}"
+                f"{'' if near else 'megatron.gpu_memory_gib'}"
             )
 
     # ---- the run ------------------------------------------------------------------------------------------------
