@@ -204,6 +204,8 @@ def is_number(answer: str) -> bool:
 def surely_different(first: str, second: str) -> bool:
     """Whether two answers that are not equal need no symbolic comparison, or would be taken for equal by it: whole
     numbers or measures that differ, a number and a list, other brackets, a word for a power of ten or a base in one."""
+    if max(len(first), len(second)) > _LONGEST_READ:
+        return True
     left, right = _read(first), _read(second)
     if isinstance(left, str) or isinstance(right, str):
         scales, marks = ([sorted(found.findall(_undressed(a))) for a in (first, second)] for found in (_SCALE, _MARK))
