@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _SHOWN = 10
+_NO_GAIN = 0.99  # of the seconds of a step
 _SLEEP = ("train.colocate_all", "ds.enable_sleep", "vllm.enable_sleep", "train.dynamic_batch_enable")
 _GROUP, _USUAL_GROUP = "rollout.n_samples_per_prompt", 8
 _ESTIMATOR, _USUAL_ESTIMATOR = "algo.advantage.estimator", "grpo"
@@ -196,6 +197,8 @@ def _levers(planner: Planner, best: Candidate, gpus: int) -> Iterator[str]:
     found = planner.levers(gpus, best.policy.training.layout.context_parallel_size)
     for what, one in sorted(found, key=lambda pair: (pair[1].seconds.step if pair[1].seconds else 1e9, pair[1].short)):
         said = f"lacks {one.short / _GIB:.1f} GiB" if one.seconds is None else f"fits, {one.seconds.step:.0f} s a step"
+        if one.seconds is not None and best.seconds is not None and one.seconds.step > _NO_GAIN * best.seconds.step:
+            said = f"no gain, {one.seconds.step:.0f} s"
         yield f"  {said:<20}  {what}"
 
 
