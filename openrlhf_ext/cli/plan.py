@@ -198,7 +198,7 @@ def _levers(planner: Planner, best: Candidate, gpus: int) -> Iterator[str]:
     for what, one in sorted(found, key=lambda pair: (pair[1].seconds.step if pair[1].seconds else 1e9, pair[1].short)):
         said = f"lacks {one.short / _GIB:.1f} GiB" if one.seconds is None else f"fits, {one.seconds.step:.0f} s a step"
         if one.seconds is not None and best.seconds is not None and one.seconds.step > _NO_GAIN * best.seconds.step:
-            said = f"no gain, {one.seconds.step:.0f} s"
+            said = f"no gain, {one.seconds.step:.0f} s a step"
         yield f"  {said:<20}  {what}"
 
 

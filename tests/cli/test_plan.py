@@ -165,7 +165,7 @@ def test_what_may_help_is_what_plan_finds_with_it(tmp_path, capsys):
     }  # fmt: skip
     assert found.keys() == tried.keys()
     for what, words in tried.items():
-        told = float(re.fullmatch(r"fits, (\d+) s a step", found[what])[1])
+        told = float(re.fullmatch(r"(?:fits|no gain), (\d+) s a step", found[what])[1])
         assert told == pytest.approx(seconds(tmp_path, *words), rel=0.1), what
 
 
