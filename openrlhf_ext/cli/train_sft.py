@@ -20,7 +20,7 @@ from typing import Any
 
 from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.config import ConfigError, RunConfig, Violation
-from openrlhf_ext.config.files import downloaded
+from openrlhf_ext.config.files import downloaded, tokenizer_fault
 from openrlhf_ext.config.sft import SupervisedConfig, in_own_names, load_supervised
 from openrlhf_ext.config.show import format_options
 from openrlhf_ext.inputs import InputError
@@ -199,9 +199,17 @@ def dry_run(config: SupervisedConfig) -> int:
         from openrlhf_ext.sft.data import fingerprint, read_examples
         from openrlhf_ext.tools.plan.layout_proof import LayoutProofError
 
+    model = config.model.model_name_or_path or ""
+    there = Path(model).is_dir() and tokenizer_fault(model, chat=False) is None
+    there = there and config.data.dataset is not None and not unseen_inputs(config.policy)
+    try:
+        made = read_examples(config)[0] if there else None
+    except InputError as error:
+        print(f"would not start: {redact(str(error))}", file=sys.stderr)
+        return 2
+
     def examples() -> dict[str, str]:
-        there = config.data.dataset is not None and not unseen_inputs(config.policy)
-        return {"examples": fingerprint(read_examples(config)[0])} if there else {}
+        return {} if made is None else {"examples": fingerprint(made)}
 
     resumption = check_resume(config, {"model": trained_models(config.policy)["policy"]}, examples)
     try:
@@ -212,6 +220,9 @@ def dry_run(config: SupervisedConfig) -> int:
     unseen = [*map(in_own_names, unseen_inputs(config.policy))]
     text = f"cannot say: {'; '.join(unseen)}: not on this machine" if unseen else "would start"
     lines = [*resumption, *(f"  - {warning}" for warning in config.warnings)]
+    if made is not None:
+        trained = int((made.ranges_R2[:, 1] - made.ranges_R2[:, 0]).sum())
+        lines.append(f"examples: {len(made)}, of {len(made.tokens_M)} tokens, {trained} of which are trained on")
     print("\n".join([redact(text), *lines, "", *proofs]))
     print(f"the configuration as it was resolved:\n\n{format_options(config)}")
     return 3 if unseen else 0

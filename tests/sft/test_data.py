@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from openrlhf_ext.cli import train_sft
 from openrlhf_ext.config.sft import load_supervised
 from openrlhf_ext.inputs import InputError, require_one_beginning
 from openrlhf_ext.megatron.step.batch import SequenceBatch
@@ -126,6 +127,18 @@ def test_what_cannot_be_found_is_refused_with_its_records(examples_of, model):
             [{"q": [USER, {"role": "assistant", "content": "<think>\nso\n</think>2"}]}, {"q": CHAT[:2]}],
             "--data.apply_chat_template", "--data.tokenizer_chat_template", template,
         )  # fmt: skip
+
+
+def test_a_dry_run_reads_the_examples(model, tmp_path, capsys):
+    data = tmp_path / "chats.jsonl"
+    data.write_text(json.dumps({"q": CHAT[:2]}) + "\n")
+    words = ["--model.model_name_or_path", str(model), "--data.dataset", str(data), "--data.input_key", "q",
+             "--data.max_len", "256", "--data.apply_chat_template", "--train.batch_size", "1", "--dry_run"]  # fmt: skip
+    assert train_sft.main(words) == 0
+    assert "examples: 1, of 103 tokens, 2 of which are trained on" in capsys.readouterr().out
+    template = CHAT_TEMPLATE.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+    assert train_sft.main([*words, "--data.tokenizer_chat_template", template]) == 2
+    assert "would not start: " in (said := capsys.readouterr().err) and "record 1 message 2" in said
 
 
 def test_ranks_map_what_one_has_written(examples_of, tmp_path):
