@@ -250,23 +250,23 @@ class TrainingLoop:
             logger.info("seconds of the profiled steps by kind of work (traces: profile/):\n%s", table)
 
     def save_before_the_end(self) -> None:
-        """After SIGTERM: a checkpoint of the last finished step, as far as ``ckpt.grace_s`` is long enough. Not of a
-        step that is half done, and not after Ctrl-C: who is there can say when it is time."""
+        """After SIGTERM or SIGHUP: a checkpoint of the last finished step, as far as ``ckpt.grace_s`` is long enough.
+        Not of a step that is half done, and not after Ctrl-C: who is there can say when it is time."""
         self.guard.ignore_signals()
-        grace_s = self.config.ckpt.grace_s
-        if self.guard.received != signal.SIGTERM or not grace_s or self.checkpointer is None:
+        grace_s, number = self.config.ckpt.grace_s, self.guard.received
+        if number in (None, signal.SIGINT) or not grace_s or self.checkpointer is None:
             return
         if self._finished is None:
-            logger.error("no checkpoint was saved after SIGTERM: no step has ended, or not within ckpt.grace_s")
+            logger.error("no checkpoint was saved after %s: no step has ended, or not within ckpt.grace_s", number.name)
             return
         seconds = grace_s - (time.monotonic() - self.guard.received_at)
         try:
-            with self.deadline.limit(max(seconds, 0.0), f"saving step {self.step} after SIGTERM", "ckpt.grace_s"):
+            with self.deadline.limit(max(seconds, 0.0), f"saving step {self.step} after {number.name}", "ckpt.grace_s"):
                 if self.config.engines_share_gpus:
                     self.supervisor.end_engines()  # they may be sampling, on the memory that the policy needs
                 self.checkpointer.save_before_the_end(self._finished, self.deadline.remaining)
         except Exception as error:
-            logger.error("no checkpoint was saved after SIGTERM: %s", error)
+            logger.error("no checkpoint was saved after %s: %s", number.name, error)
 
     def _note_state(self) -> None:
         """Keeps what a checkpoint of this step needs of the driver, for SIGTERM in the next one."""
