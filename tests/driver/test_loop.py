@@ -412,7 +412,7 @@ def test_the_driver_continues_where_it_was_and_no_group_is_lost_or_used_twice(tm
     assert (fresh.step, fresh.initial_entropy) == (7, 0.61)
     assert fresh.recorder.last_evaluation == 6
     assert fresh.experience.state == {"batches": 7, "kl": {"value": 0.25}}
-    assert fresh.rollouts.dropped == {"filtered": 1, "late": 0}
+    assert fresh.rollouts.dropped == {"filtered": 1, "late": 0, "unstarted": 0}
 
     (waiting,) = loop.rollouts.snapshot()[1]
     batch = fresh.rollouts.take(0)

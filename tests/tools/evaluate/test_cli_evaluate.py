@@ -161,7 +161,7 @@ def test_one_command_says_what_a_small_study_needs(
     assert result["entropy_wrong"] == pytest.approx(statistics.fmean(entropies[False]), rel=1e-4)
     assert result["kl_to_reference"] == pytest.approx(statistics.fmean(divergences), rel=1e-3) and min(divergences) > 0
     _check_counts(result, problems)
-    for measure in ("greedy", "short (up to 4)", "entropy, wrong", "KL to reference", "log hashes"):
+    for measure in ("greedy", "short (up to 4)", "entropy, wrong", "KL to reference", "reward log hashes"):
         assert f"\n| {measure} " in shown and f"| {measure} " in (out / "tables.md").read_text()
 
 
