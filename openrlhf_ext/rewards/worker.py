@@ -1,9 +1,8 @@
 """The process that imports and calls the user's reward function. It imports the user's file and nothing heavy.
 
-Protocol, pickled over one connection: the worker sends ``("ready", how verl's or TRL's function is
-called or None)`` or ``("import_error", text)``; then for each
-``(query, prompt, label, completion)`` it answers ``("graded", RewardResult)``, ``("raised", traceback)`` or
-``("invalid", text)``.
+Protocol, pickled over one connection: the worker sends ``("ready", said)`` or ``("import_error", text)``; ``said`` is
+how a function of verl or TRL is called, None of one in OpenRLHF's form. Then for each ``(query, prompt, label,
+completion)`` it answers ``("graded", RewardResult)``, ``("raised", traceback)`` or ``("invalid", text)``.
 """
 
 from __future__ import annotations

@@ -482,7 +482,7 @@ def check_resume(
         faults += _state_faults(folder, state, data, models, changed)
         for path, ours in ((folder / name, ours) for name, ours in models.items() if ours):
             faults += model_faults(path, read_plain(path / STATE), ours) if path.is_dir() else ()
-    except CheckpointError as error:
+    except (CheckpointError, InputError) as error:
         faults.append(str(error))
     if faults:
         option = "ckpt.load_enable"

@@ -101,12 +101,12 @@ class ExampleForm:
         before = {place: self._tokens(text[:place]) if place < len(text) else ids for place in places}
         if all(ids[: len(part)] == part for part in before.values()):
             return ids, {place: len(part) for place, part in before.items()}
-        whole, ids, before_n = self.tokenizer.decode(ids), [], {}
+        whole, ids, before_n = self._text(ids), [], {}
         for start, stop in zip([0, *places], [*places, len(text)], strict=True):
             before_n[start] = len(ids)
             ids += self._tokens(text[start:stop]) if start < stop else []
         before_n[len(text)] = len(ids)
-        if self.tokenizer.decode(ids) != whole:
+        if self._text(ids) != whole:
             raise Refused(
                 "has a prompt whose tokens do not begin the example's tokens, and the tokenizer writes another text "
                 "for its parts: end the prompt, or begin the answer, with a line end or a special token"
@@ -115,6 +115,9 @@ class ExampleForm:
 
     def _tokens(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     # ---- chats
 

@@ -198,6 +198,7 @@ def test_nothing_that_starts_may_wait_longer_than_the_parent_was_told(monkeypatc
     monkeypatch.setattr(placement, "reserve", lambda count, limit_s, what, shared=False: waited.update({what: limit_s}))
     monkeypatch.setattr(launch, "wait_until_ready", lambda engines, limit_s, name: waited.update({name: limit_s}))
     monkeypatch.setattr(processes, "_start_ranks", lambda *_: None)
+    monkeypatch.setattr(Deadline, "get", lambda _, references: references)  # Ray would start by itself, and stay
     config, session, deadline = run_config(algo={"advantage": {"estimator": "gae"}}), SimpleNamespace(), Deadline()
     with deadline.limit(900.0, "starting", "vllm.start_timeout_s"):
         now[0] = 850.0
