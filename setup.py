@@ -74,7 +74,7 @@ setup(
     entry_points={"console_scripts": ["openrlhf-ext = openrlhf_ext.cli.main:main"]},
     python_requires=">=3.11",
     # openrlhf_ext.algorithms and openrlhf_ext.head need pydantic and torch (2.10: openrlhf_ext/head/kernels.py), the
-    # doctor PyYAML too.
-    install_requires=["pydantic>=2", "pyyaml", "torch>=2.10"],
+    # doctor the others.
+    install_requires=["psutil", "pydantic>=2", "pyyaml", "torch>=2.10"],
     extras_require=EXTRAS,
 )

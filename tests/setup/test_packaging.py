@@ -130,6 +130,7 @@ def test_apex_of_the_public_index_is_no_dependency() -> None:
 def test_little_is_required_without_extras() -> None:
     requirements = importlib.metadata.requires("openrlhf_ext") or []
     assert [requirement for requirement in requirements if "extra ==" not in requirement] == [
+        "psutil",
         "pydantic>=2",
         "pyyaml",
         "torch>=2.10",
