@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +13,7 @@ from openrlhf_ext.algorithms.importance import parse_correction
 from openrlhf_ext.algorithms.kl import parse_kl
 from openrlhf_ext.algorithms.option_blocks import Options, parse
 from openrlhf_ext.options import Option, describe, nearest
-from openrlhf_ext.user_code import told
+from openrlhf_ext.user_code import import_file, told
 
 logger = logging.getLogger(__name__)
 
@@ -145,12 +143,10 @@ def algorithm_of_file(path: str) -> str:
     """
     before = set(algorithm_names())
     name = f"openrlhf_ext_own_{Path(path).stem}"
-    spec = spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    if Path(path).suffix != ".py":
         raise ValueError(f"{path} must be a .py file")
-    sys.modules[name] = module = module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        import_file(name, path)
     except Exception as error:
         raise ValueError(f"{path} cannot be imported:\n{told(error)}") from error
     new = sorted(set(algorithm_names()) - before)

@@ -5,7 +5,6 @@ OpenRLHF does it: its code waits with ``await`` and is not killable. Code of an 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import time
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from openrlhf_ext.rewards.grading import (
     parse_answer,
 )
 from openrlhf_ext.rollout.response import GroupRequest, Response, ResponseRecorder, RolloutError, Sampling, graded
-from openrlhf_ext.user_code import coroutine_place, told
+from openrlhf_ext.user_code import coroutine_place, import_file, told
 
 _STEP_KEYS = ("rewards", "environment_feedback", "done")
 _NEEDED = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine")
@@ -261,11 +260,9 @@ def load_agent(path: Path) -> AgentExecutorBase:
     """The file's class ``AgentExecutor``, as OpenRLHF 0.8.7 to 0.11.2 have it, or else its function ``run_agent``; or
     ValueError. What a ``MultiTurnAgentExecutor``'s ``step`` returns as ``rewards`` and ``scores`` may be any number,
     not only the tensor that OpenRLHF asks for (openrlhf/utils/agent.py:131)."""
-    spec = importlib.util.spec_from_file_location("agent_module", path)
-    if path.suffix != ".py" or spec is None or spec.loader is None or not path.is_file():
+    if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"--train.agent_func_path must be an existing Python file, got {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = import_file("agent_module", path)
     executor_class, run_agent = getattr(module, "AgentExecutor", None), getattr(module, "run_agent", None)
     if executor_class is None and run_agent is not None:
         _check_run_agent(run_agent, path)

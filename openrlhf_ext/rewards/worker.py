@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import importlib.util
 import inspect
 import os
 import resource
@@ -21,12 +20,11 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from openrlhf_ext.rewards.foreign import ForeignReward, is_foreign
 from openrlhf_ext.rewards.grading import InvalidAnswer, parse_answer, settled
-from openrlhf_ext.user_code import told
+from openrlhf_ext.user_code import import_file, told
 
 RewardFunction = Callable[..., Any]
 STACK_SIGNAL = signal.SIGUSR1  # the parent asks for the Python stack before it kills a worker that hangs
@@ -61,7 +59,8 @@ def load_reward_function(reward_path: str) -> RewardFunction:
     the model wrote, without the token that ended it. Or verl's or TRL's: so called, ``compute_score``, the only one of
     the file, or a list ``reward_funcs``. Raises AttributeError: there is none; TypeError: it cannot be called; whatever
     the file raises."""
-    module = _import_file(reward_path)
+    sys.path.append(str(Path(reward_path).resolve().parent))  # last, so that a helper file cannot shadow a library
+    module = import_file(_MODULE_NAME, reward_path)
     function = getattr(module, "reward_func", None)
     if callable(function):
         if (wrong := _wrong_signature(function)) is None:
@@ -98,17 +97,6 @@ def _wrong_signature(function: RewardFunction) -> str | None:
         return "solution_str is of verl's form"
     moved = [n for at, n in enumerate(signature.parameters) if n in _POSITIONAL and n != _POSITIONAL[at]]
     return f"{', '.join(moved)} not in its place" if moved else None
-
-
-def _import_file(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(_MODULE_NAME, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[_MODULE_NAME] = module  # dataclasses and pickle in the user's file look their module up
-    sys.path.append(str(Path(path).resolve().parent))  # last, so that a helper file cannot shadow a library
-    spec.loader.exec_module(module)
-    return module
 
 
 def call_reward(function: RewardFunction, query: str, prompt: str, label: Any, completion: str) -> Any:

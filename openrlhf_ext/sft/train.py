@@ -75,7 +75,8 @@ def run_rank(config: SupervisedConfig) -> int:
 @contextmanager
 def _signals() -> Iterator[list[int]]:
     """In the body the first signal that ends a run is noted in the list, so that the step under way ends first; Ctrl-C
-    also raises KeyboardInterrupt. Those that follow are ignored: a terminal's Ctrl-C comes twice."""
+    also raises KeyboardInterrupt. Those that follow are ignored, also by the process that ends then: a terminal's
+    Ctrl-C comes twice, the second time from the launcher."""
     received: list[int] = []
 
     def receive(number: int, _: object) -> None:
@@ -89,7 +90,7 @@ def _signals() -> Iterator[list[int]]:
         yield received
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if received else handler)
 
 
 def _shared_examples(config: SupervisedConfig, ranks: Ranks) -> tuple[SequenceBatch, SequenceBatch | None]:

@@ -242,6 +242,14 @@ def test_a_reward_is_any_number(tmp_path: Path, number: str) -> None:
     assert (response.reward, response.score) == (1.0, 1.0)
 
 
+def test_an_agents_file_may_have_a_dataclass_and_annotations_of_later(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    head = "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass Kept: turns: int\n"
+    answer = "{'rewards': Kept(1).turns, 'scores': 1, 'environment_feedback': '', 'done': True}"
+    path.write_text(head + STEP.format(answer=answer))
+    assert episode(path, "", "x")[0].reward == 1
+
+
 def test_what_is_wrong_with_a_step_is_said_by_name(tmp_path: Path) -> None:
     path = tmp_path / "agent.py"
     for answer, says in (

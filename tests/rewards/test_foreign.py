@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,13 @@ def test_our_own_form_comes_first_and_may_be_async(graded):
     assert graded(own).reward == 1
     beside = "def helper(completions, **kwargs):\n    return [5.0]\n"
     assert graded(own + beside).reward == 1
+
+
+def test_an_edit_of_one_second_and_one_length_is_seen(tmp_path: Path) -> None:
+    """Python itself would run the bytecode of the first file."""
+    path = tmp_path / "rewards.py"
+    for value in (0.5, 0.8):
+        path.write_text(f"def reward_func(queries, prompts, labels, **kwargs):\n    return {{'rewards': {value}}}\n")
+        os.utime(path, (1e9, 1e9))
+        assert load_reward_function(str(path))([], [], [])["rewards"] == value
+    assert [*tmp_path.iterdir()] == [path], "nothing is written beside a user's file"
