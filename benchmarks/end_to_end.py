@@ -725,7 +725,7 @@ def reasons() -> str:
 
 
 def laptop() -> str:
-    """One sentence for the README."""
+    """One sentence for docs/performance.md."""
     (toy, toy_trl), (large, large_trl) = (
         [_medians(policy, system)["step"] for system in ("ours", "trl")] for policy in ("toy", "large")
     )

@@ -324,7 +324,7 @@ def readme() -> str:
         "- **On one GPU, an H200**, the policy has run, without engines and Ray: layers, head, optimizer, offload, "
         "checkpoints, CUDA IPC and FP8 training against their references; a model as large as a rank of 32B at "
         f"{mfu[0]:.0%} to {mfu[1]:.0%} of the peak, the head at {ratio:.2f} times its product. **No run with vLLM, no "
-        "second GPU and no second machine yet** ([docs/status.md](docs/status.md#on-one-gpu))."
+        "second GPU and no second machine yet** ([below](#on-one-gpu))."
     )
 
 

@@ -73,12 +73,12 @@ def progress_lines(steps: list[dict]) -> list[str]:
 
 
 def lines() -> str:
-    """README: the table that the terminal shows."""
+    """docs/first_run.md: the table that the terminal shows."""
     return "\n".join(["```", *record.load("quickstart_cpu.json")["metrics"]["lines"], "```"])
 
 
 def text() -> str:
-    """README: what the run gained and what it took."""
+    """docs/first_run.md: what the run gained and what it took."""
     found = record.load("quickstart_cpu.json")
     metrics, steps = found["metrics"], found["settings"]["steps"]
     before, after = metrics["accuracy_before"], metrics["accuracy_after"]

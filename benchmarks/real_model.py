@@ -284,7 +284,7 @@ def _interval(result: dict[str, Any]) -> str:
 
 
 def text() -> str:
-    """README: what the script gained, and in which time."""
+    """docs/first_run.md: what the script gained, and in which time."""
     found = record.load(RESULT.name)
     script = found["script"]
     before, after = script["before"], script["after"]

@@ -178,22 +178,6 @@ def filled(page: str) -> str:
     return REGION.sub(lambda region: f"{region[1]}{_text(region[2], region[3])}\n{region[4]}", page)
 
 
-def verdicts() -> str:
-    """README: what the committed study found, the primary contrasts."""
-    lines = (RESULTS / "studies/claims/table.md").read_text().splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith("## Primary"))
-    shown = ["| contrast | seeds | mean difference of accuracy over the steps, points | verdict |", "|---|---|---|---|"]
-    for line in lines[start + 4 :]:
-        if not line.startswith("|"):
-            break
-        contrast, _, seeds, difference, *_, verdict, _ = (cell.strip() for cell in line.strip("|").split("|"))
-        shown.append(f"| {contrast} | {seeds} | {difference} | {verdict} |")
-    return "\n".join(shown)
-
-
-TEXTS = {"verdicts": verdicts}
-
-
 def write_pages() -> None:
     """Writes every region of README and docs anew."""
     for page in PAGES:

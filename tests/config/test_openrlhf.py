@@ -119,9 +119,9 @@ def test_loading_twice_gives_independent_namespaces(load):
     assert upstream_args(config).eval.steps == -1
 
 
-def test_the_script_that_opens_the_readme_comes_to_what_openrlhf_parses(run_dir):
+def test_the_script_of_the_migration_guide_comes_to_what_openrlhf_parses(run_dir):
     """Every option has the value that OpenRLHF gives it, or a line or the table of other defaults names it."""
-    text = (ROOT / "README.md").read_text().split("python -m openrlhf_ext.cli.train_ppo_ray \\\n")[1].split("```")[0]
+    text = (ROOT / "docs/migration.md").read_text().split("as a dry run -->\n```bash\npython -m openrlhf_ext.cli.train_ppo_ray \\\n")[1].split("```")[0]
     files = {"OpenRLHF/Llama-3-8b-sft-mixture": "model", "OpenRLHF/prompt-collection-v0.1": "train.jsonl",
              "/openrlhf/examples/python/reward_func.py": "reward.py"}  # fmt: skip
     given = {name: str(run_dir / file) for name, file in files.items()}
