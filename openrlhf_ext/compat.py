@@ -19,7 +19,6 @@ from typing import Any
 
 from openrlhf.datasets import PromptDataset
 from openrlhf.datasets.utils import blending_datasets
-from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor as _RolloutRayActorRemote
 from openrlhf.utils.agent import AgentExecutorBase as AgentExecutorBase
 from openrlhf.utils.agent import MultiTurnAgentExecutor as MultiTurnAgentExecutor
@@ -91,7 +90,7 @@ def _without_passwords(args: SimpleNamespace) -> SimpleNamespace:
 
 
 __all__ = [
-    "AgentExecutorBase", "DriverStrategy", "PromptDataset", "RayActorGroup", "RolloutRayActor",
+    "AgentExecutorBase", "DriverStrategy", "PromptDataset", "RolloutRayActor",
     "SUPPORTED_OPENRLHF", "TensorboardLogger", "WandbLogger", "blending_datasets", "build_sinks", "get_tokenizer",
     "plain_class", "quiet_upstream_logs",
 ]  # fmt: skip

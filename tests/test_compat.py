@@ -23,8 +23,6 @@ def test_the_pinned_version_is_installed():
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (compat.RayActorGroup.__init__, "self num_nodes num_gpus_per_node ray_actor_type pg num_gpus_per_actor duplicate_actors resources num_resources_per_node"),
-        (compat.RayActorGroup.async_run_method_batch, "self method_name kwargs"),
         (compat.PromptDataset.__init__, "self dataset tokenizer strategy input_template"),
         (compat.blending_datasets, "datasets probabilities strategy seed max_count stopping_strategy dataset_split"),
         (compat.get_tokenizer, "pretrain model padding_side strategy use_fast"),

@@ -298,7 +298,7 @@ class GpuSharing:
         whether the policy is trained next: then the engines do not keep the old weights in host memory."""
         if self._policy_sleeps:
             method = "offload_states"
-            calls = {name: group.async_run_method(method) for name, group in self._groups.items()}
+            calls = {name: group.ask(method) for name, group in self._groups.items()}
             for name, refs in calls.items():
                 await_ranks(refs, name, method, self._timeout_s)
         if self._engines_sleep:

@@ -91,7 +91,6 @@ class ExperienceMaker:
     algorithm: Algorithm
     group_size: int
     mini_batch_size: int
-    data_parallel_size: int
     reference: Scorer | None = None
     critic: ValueTrainer | None = None
     kl: KLCoefficient | None = None
@@ -140,8 +139,8 @@ class ExperienceMaker:
         if made.shaped is None:
             return made
         started = time.perf_counter()
-        answers = get(self.policy.async_run_method("seen_logprobs"))
-        old = self._of_rows(made.batch, answers[:: self.policy.duplicate_actors])
+        answers = get(self.policy.ask("seen_logprobs"))
+        old = self._of_rows(made.batch, self.policy.of_replicas(answers))
         shaped, rollout = made.shaped.batch, made.shaped.rollout
         if self.source == "update":
             rollout = dataclasses.replace(rollout, old_logprobs=old.logprobs_N)
@@ -214,9 +213,8 @@ class ExperienceMaker:
     def old_logprobs(self, batch: SequenceBatch, get: Get) -> LogprobEntropy:
         """(N,) log-probs and entropies under the policy that is about to be trained; its ranks keep their rows."""
         parts = [batch.select(own.rows) for own in self._deals(batch)]
-        refs = self.policy.async_run_method_batch("forward", batch=parts)
-        # one batch for each replica, of which the first rank answers for all
-        return self._of_rows(batch, [answer[0] for answer in get(refs)[:: self.policy.duplicate_actors]])
+        answers = get(self.policy.ask_replicas("forward", parts))
+        return self._of_rows(batch, self.policy.of_replicas(answers))
 
     def _of_rows(self, batch: SequenceBatch, results: Sequence[Sequence[Any]]) -> LogprobEntropy:
         """What every replica says of its rows, in the order of the batch."""
@@ -227,7 +225,7 @@ class ExperienceMaker:
         return list(group_chunks(len(batch), self.group_size, self.mini_batch_size))
 
     def _deals(self, batch: SequenceBatch) -> list[Deal]:
-        return deal(batch, self._chunks(batch), self.data_parallel_size, self.costs)
+        return deal(batch, self._chunks(batch), self.policy.layout.data_parallel_size, self.costs)
 
 
 def in_group_order(groups: Sequence[Group], group_size: int) -> list[Response]:

@@ -264,7 +264,6 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
             algorithm=build_algorithm(config),
             group_size=config.rollout.n_samples_per_prompt,
             mini_batch_size=config.train.batch_size,
-            data_parallel_size=config.layout.data_parallel_size,
             costs=row_costs(shape, config.megatron, config.layout),
             source=source,
             engine_entropies=engine_entropies(config),

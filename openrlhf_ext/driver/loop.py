@@ -141,11 +141,11 @@ class TrainingLoop:
             if self.config.ds.enable_sleep:
                 self._get(values)  # only one of the two has its states on the device at a time
             if self.step >= frozen_steps(self.config):
-                taken = self.policy.async_run_method_batch("take_shard", shard=shards)
+                taken = self.policy.ask_replicas("take_shard", shards)
                 # not after a wait for all: a rank that stands still is found by those that meet it in `fit`
-                metrics |= self._get([*taken, *self.policy.async_run_method("fit")])[len(taken)]
+                metrics |= self._get([*taken, *self.policy.ask("fit")])[len(taken)]
             if values:
-                metrics |= self._get(values)[0][0]
+                metrics |= self._get(values)[0]
         self.step += 1
         self._poll_checkpoint()
         return metrics | {"time/train": time.perf_counter() - started}
@@ -170,7 +170,7 @@ class TrainingLoop:
 
     def _send(self) -> dict[str, float]:
         self.sharing.wake_weights()
-        return self.deadline.get(self.policy.async_run_method("send_weights"))[0]
+        return self.deadline.get(self.policy.ask("send_weights"))[0]
 
     def record(self, made: Experience, measured: Mapping[str, float]) -> None:
         """Measures what the step was like, and writes it down."""

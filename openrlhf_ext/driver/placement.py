@@ -12,15 +12,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from openrlhf_ext.compat import RayActorGroup
+from openrlhf_ext.megatron.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _SHARED_FRACTION = 0.2
 """GPUs and CPUs that an actor takes of a shared bundle, as in OpenRLHF; Ray only counts, memory is not divided."""
@@ -132,51 +133,53 @@ def _nodes_of(group: PlacementGroup, count: int) -> tuple[str, ...]:
     return tuple(f"{hosts.get(table[i], '?')} ({table[i][:8]})" for i in range(count))
 
 
-class RankGroup(RayActorGroup):
-    """One actor per rank; contiguous blocks of ``model_parallel_size`` ranks are one data-parallel rank. For the sizes,
-    and PlacementError, see ``place_ranks``; it is raised too if rank 0 did not start in time."""
+class RankGroup:
+    """One actor per rank of a layout, each in a bundle of its own. For the sizes, and PlacementError, see
+    ``place_ranks``; it is raised too if rank 0 does not start in time."""
 
     def __init__(
-        self,
-        actor_class: Any,
-        reservation: Reservation,
-        *,
-        world_size: int,
-        model_parallel_size: int,
-        tensor_size: int = 1,
+        self, actor_class: Any, reservation: Reservation, layout: ParallelLayout, *, tensor_size: int = 1,
         block_size: int | None = None,
-    ) -> None:
-        self.reservation = reservation
+    ) -> None:  # fmt: skip
+        self.actor_class, self.reservation, self.layout = actor_class, reservation, layout
         self.bundles = place_ranks(reservation.nodes, tensor_size=tensor_size, block_size=block_size)
         _log_split_blocks(self.bundles, reservation.nodes, block_size or tensor_size)
-        super().__init__(
-            1, world_size, actor_class, pg=reservation.group, num_gpus_per_actor=reservation.actor_gpus,
-            duplicate_actors=model_parallel_size,
-        )  # fmt: skip
+        self.actors = [self._start(0, None, None)]
+        if layout.world_size > 1:
+            address = self._address_of_rank_0()
+            self.actors += [self._start(rank, *address) for rank in range(1, layout.world_size)]
 
-    def _initiate_actors(self, pg: PlacementGroup, num_gpus_per_actor: float) -> None:
-        """Starts rank 0, which gives the address, then the others."""
-        world_size = self._num_nodes * self._num_gpus_per_node
+    def ask(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls a method of every rank; returns the references of the answers, in rank order."""
+        return [getattr(actor, method).remote(*args, **kwargs) for actor in self.actors]
 
-        def start(rank: int, address: str | None, port: int | None) -> Any:
-            options = self.ray_actor_type.options(
-                num_cpus=num_gpus_per_actor,
-                num_gpus=num_gpus_per_actor,
-                scheduling_strategy=self.reservation.slot(self.bundles[rank]),
-            )
-            return options.remote(world_size, rank, address, port)
+    def ask_replicas(self, method: str, parts: Sequence[Any]) -> list[Any]:
+        """Calls a method of every rank with its replica's part; returns the references of the answers, in rank order.
+        Only the first rank of a replica answers (``of_replicas``), but all have to succeed."""
+        sent = [ray.put(part) for part in parts]  # once, not once for each rank
+        if len(sent) != self.layout.data_parallel_size:
+            raise ValueError(f"{len(sent)} parts for {self.layout.data_parallel_size} data-parallel replicas")
+        replicas = [self.layout.place(rank).replica for rank in range(self.layout.world_size)]
+        return [actor.for_replica.remote(method, sent[r]) for actor, r in zip(self.actors, replicas, strict=True)]
 
-        self._actor_handlers = [start(0, None, None)]
-        if world_size > 1:
-            address, port = self._address_of_rank_0()
-            self._actor_handlers += [start(rank, address, port) for rank in range(1, world_size)]
+    def of_replicas(self, answers: Sequence[T]) -> list[T]:
+        """The answer of each replica, out of the answers of all ranks."""
+        return [answers[self.layout.ranks(replica=r)[0]] for r in range(self.layout.data_parallel_size)]
+
+    def _start(self, rank: int, address: str | None, port: int | None) -> Any:
+        options = self.actor_class.options(
+            num_cpus=self.reservation.actor_gpus,
+            num_gpus=self.reservation.actor_gpus,
+            scheduling_strategy=self.reservation.slot(self.bundles[rank]),
+        )
+        return options.remote(self.layout.world_size, rank, address, port)
 
     def _address_of_rank_0(self) -> tuple[str, int]:
         left, node = self.reservation.until - time.monotonic(), self.reservation.nodes[self.bundles[0]]
         try:
-            return ray.get(self._actor_handlers[0].get_master_addr_port.remote(), timeout=max(0.0, left))
+            return ray.get(self.actors[0].get_master_addr_port.remote(), timeout=max(0.0, left))
         except ray.exceptions.GetTimeoutError as error:
-            name = self.ray_actor_type.__ray_metadata__.class_name
+            name = self.actor_class.__ray_metadata__.class_name
             raise PlacementError(
                 f"rank 0 of {name} on {node} did not start within the {round(left, 1):g} s that were left; raise "
                 "--vllm.start_timeout_s if this is expected to take longer"

@@ -225,11 +225,8 @@ def _start_ranks(
     """Starts one actor per rank, which import in the background."""
     from openrlhf_ext.driver.placement import RankGroup
 
-    group = RankGroup(
-        ray.remote(num_gpus=1)(actor), places, world_size=layout.world_size,
-        model_parallel_size=layout.model_parallel_size, tensor_size=tensor_size, block_size=block_size,
-    )  # fmt: skip
-    group.async_run_method("load_libraries")
+    group = RankGroup(ray.remote(num_gpus=1)(actor), places, layout, tensor_size=tensor_size, block_size=block_size)
+    group.ask("load_libraries")
     return group
 
 
@@ -256,14 +253,14 @@ def initialize_policy(
     share = config.gpu_memory_utilization if config.engines_share_gpus else None
     sleeping = SleepModes(config.ds.enable_sleep, config.vllm.enable_sleep, share)
     settings, sync = policy_settings(config, steps), sync_settings(config, session.use_gpu, probe)
-    refs = policy.async_run_method("init_model", settings, sync, config.train.max_epochs, engines, sleeping)
+    refs = policy.ask("init_model", settings, sync, config.train.max_epochs, engines, sleeping)
     _await_ranks(session, "policy", refs, deadline)
 
 
 def prove_start(config: RunConfig, policy: RankGroup, engines: EngineFleet, deadline: Deadline) -> None:
     """Proves that policy and engines have the same weights. Afterwards whoever gives up memory has done so: a critic
     and a checkpoint are about to be loaded."""
-    gauge = deadline.get(policy.async_run_method("prove_sync"))[0]["weight_sync/probe_diff"]
+    gauge = deadline.get(policy.ask("prove_sync"))[0]["weight_sync/probe_diff"]
     logger.info("policy and engines agree on the starting weights: log-probs differ by %.1e nats on average", gauge)
     if config.vllm.enable_sleep:
         deadline.get([engine.sleep.remote() for engine in engines])
@@ -333,12 +330,10 @@ class AuxiliaryModels:
         refs: dict[str, list] = {}
         if self.critic is not None:
             settings = critic_settings(config, policy, steps)
-            refs["critic"] = self.critic.async_run_method(
-                "init_model", settings, config.train.max_epochs, config.ds.enable_sleep
-            )
+            refs["critic"] = self.critic.ask("init_model", settings, config.train.max_epochs, config.ds.enable_sleep)
         if self.reward is not None:
             own = reward_settings(config, policy)
-            refs["reward model"] = self.reward.async_run_method("init_model", own, config.reward.offload)
+            refs["reward model"] = self.reward.ask("init_model", own, config.reward.offload)
         for model in frozen_models(config):
             if (group := self.frozen.get(model.name)) is not None:
                 layout = config.layout_on(model.ranks)
@@ -346,7 +341,7 @@ class AuxiliaryModels:
                     policy, model_path=model.path, layout=layout, optimizer=None, host_copies={},
                     converters=without_adapters(policy.converters),
                 )  # fmt: skip
-                refs[model.name] = group.async_run_method("init_model", own)
+                refs[model.name] = group.ask("init_model", own)
         for name, ranks in refs.items():
             _await_ranks(session, name, ranks, deadline)
             logger.info("%s ready on %d ranks", name, len(ranks))
@@ -355,28 +350,23 @@ class AuxiliaryModels:
         """Arguments of the experience maker: ``critic``, ``kl``, and a scorer for each frozen model."""
         scorers: dict[str, Any] = {model.name: self._scorer(config, policy, model) for model in frozen_models(config)}
         if self.reward is not None and config.has_reward_model:
-            layout = config.reward_layout
-            costs = _costs(reward_path(config), config, layout)
-            scorers["reward"] = RewardScorer(Scorer(self.reward, "forward", layout.data_parallel_size, costs))
+            costs = _costs(reward_path(config), config, self.reward.layout)
+            scorers["reward"] = RewardScorer(Scorer(self.reward, "forward", costs))
         return {"critic": self._value_trainer(config), "kl": _kl_coefficient(config), **scorers}
 
     def _scorer(self, config: RunConfig, policy: RankGroup, model: FrozenModel) -> Scorer:
-        group = self.frozen.get(model.name)
-        layout = config.layout if group is None else config.layout_on(model.ranks)
-        costs = _costs(model.path, config, layout)
-        if group is not None:
-            return Scorer(group, "forward", layout.data_parallel_size, costs)
-        return Scorer(policy, f"{model.name}_logprobs", layout.data_parallel_size, costs)
+        group = self.frozen.get(model.name, policy)
+        method = "forward" if model.name in self.frozen else f"{model.name}_logprobs"
+        return Scorer(group, method, _costs(model.path, config, group.layout))
 
     def _value_trainer(self, config: RunConfig) -> ValueTrainer | None:
         if self.critic is None or not config.has_critic:
             return None
         return ValueTrainer(
             self.critic,
-            replicas=config.critic_layout.data_parallel_size,
             group_size=config.rollout.n_samples_per_prompt,
             mini_batch_size=config.train.batch_size,
-            costs=_costs(critic_path(config), config, config.critic_layout),
+            costs=_costs(critic_path(config), config, self.critic.layout),
         )
 
     def save(self, config: RunConfig) -> None:

@@ -65,13 +65,11 @@ class PendingScores:
     batch: SequenceBatch
     parts: list[list[int]]
     refs: list[Any]
-    ranks_per_part: int
+    group: RankGroup
 
     def result(self, get: Callable[[list], list]) -> Tensor:
         """(N,) fp32 scores; waits for the ranks by ``get``."""
-        # the first rank of a replica answers for all, but all must have succeeded
-        answers = get(self.refs)[:: self.ranks_per_part]
-        return scores_in_order(self.batch, self.parts, [answer[0] for answer in answers])
+        return scores_in_order(self.batch, self.parts, self.group.of_replicas(get(self.refs)))
 
 
 def scores_in_order(batch: SequenceBatch, parts: Sequence[Sequence[int]], answers: Sequence[np.ndarray]) -> Tensor:
@@ -89,14 +87,13 @@ class Scorer:
 
     group: RankGroup
     method: str
-    replicas: int
     costs: RowCosts = TOKENS
 
     def start(self, batch: SequenceBatch) -> PendingScores:
         """Deals the rows to the replicas; returns at once."""
-        parts = deal_rows(batch, self.replicas, self.costs)
-        refs = self.group.async_run_method_batch(self.method, batch=[batch.select(rows) for rows in parts])
-        return PendingScores(batch, parts, refs, self.group.duplicate_actors)
+        parts = deal_rows(batch, self.group.layout.data_parallel_size, self.costs)
+        refs = self.group.ask_replicas(self.method, [batch.select(rows) for rows in parts])
+        return PendingScores(batch, parts, refs, self.group)
 
 
 @dataclass(frozen=True)
@@ -126,18 +123,10 @@ class ValueTrainer:
     """Asks a group of critic ranks for values, and trains it on the returns of a shaped batch: as many optimizer steps
     as the policy's, on the same mini-batches; its data-parallel ranks are its own."""
 
-    def __init__(
-        self,
-        group: RankGroup,
-        *,
-        replicas: int,
-        group_size: int,
-        mini_batch_size: int,
-        costs: RowCosts = TOKENS,
-    ) -> None:
-        self.group, self.replicas, self.costs = group, replicas, costs
+    def __init__(self, group: RankGroup, group_size: int, mini_batch_size: int, costs: RowCosts = TOKENS) -> None:
+        self.group, self.costs = group, costs
         self.group_size, self.mini_batch_size = group_size, mini_batch_size
-        self._scorer = Scorer(group, "forward", replicas, costs)
+        self._scorer = Scorer(group, "forward", costs)
         self._shards: list[list[CriticMiniBatch]] | None = None
 
     def start_values(self, batch: SequenceBatch) -> PendingScores:
@@ -146,8 +135,8 @@ class ValueTrainer:
 
     def take(self, batch: SequenceBatch, shaped: LossBatch) -> dict[str, float]:
         """Keeps what the next ``start_fit`` trains on; returns metrics of the values and returns."""
-        sizes = {"group_size": self.group_size, "mini_batch_size": self.mini_batch_size, "replicas": self.replicas}
-        self._shards = value_shards(batch, shaped, **sizes, costs=self.costs)
+        replicas = self.group.layout.data_parallel_size
+        self._shards = value_shards(batch, shaped, self.group_size, self.mini_batch_size, replicas, self.costs)
         return value_metrics(shaped)
 
     def start_fit(self) -> list[Any]:
@@ -156,7 +145,7 @@ class ValueTrainer:
         if self._shards is None:
             raise RuntimeError("the critic has no batch to train on: take() comes before start_fit()")
         shards, self._shards = self._shards, None
-        return self.group.async_run_method_batch("fit", mini_batches=shards)
+        return self.group.ask_replicas("fit", shards)
 
 
 def value_shards(

@@ -159,5 +159,5 @@ def sync_settings(config: RunConfig, use_gpu: bool, probe: Sequence[int]) -> Syn
         deterministic=config.train.full_determinism_enable,
     )  # fmt: skip
     workers, tolerance = config.vllm.tensor_parallel_size, config.probe_tolerance
-    lora, dtype = config.vllm.lora, config.rollout_dtype
-    return SyncSettings(transport, workers, config.weight_sync, tolerance, tuple(probe), lora, dtype)
+    travels, dtype = config.vllm.lora, config.rollout_dtype
+    return SyncSettings(transport, workers, config.weight_sync, tolerance, tuple(probe), travels, dtype)

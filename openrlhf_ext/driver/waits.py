@@ -120,7 +120,7 @@ class RanksTimeoutError(TimeoutError):
 def call_ranks(group: RankGroup, who: str, method: str, timeout_s: float, **arguments: Any) -> list:
     """The results of a method on every rank; the first error is raised at once. ``who`` the group is, in messages.
     Raises RanksTimeoutError."""
-    return await_ranks(group.async_run_method(method, **arguments), who, method, timeout_s)
+    return await_ranks(group.ask(method, **arguments), who, method, timeout_s)
 
 
 def await_ranks(refs: Sequence[Any], who: str, method: str, timeout_s: float) -> list:

@@ -18,16 +18,14 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from openrlhf_ext.megatron.layers.adapted import adapter_parameters, add_adapters
-from openrlhf_ext.megatron.layers.lora import LoRALayers, adapters_of
-from openrlhf_ext.megatron.model.adapter import WEIGHTS
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel, build_model, transformer_config
-from openrlhf_ext.megatron.model.hf_files import HFRows, adapter_side_files, read_side_files, save_hf
+from openrlhf_ext.megatron.model.hf_files import HFRows, read_side_files, save_hf
 from openrlhf_ext.megatron.model.hf_weights import HFExporter, Ownership, load_hf
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.megatron.model.weight_map import hf_tensors
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import PackedBatch
+from openrlhf_ext.megatron.trained import trained_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -97,16 +95,10 @@ class BuiltModel:
         )
         self.chunks = self.build_chunks()
         self.load_weights()
-        if (lora := self.lora) is not None:
-            add_adapters(self.chunks, self.shape, lora.adapter, lora.seed, lora.path)
+        self.trained = trained_of(self)
+        self.trained.build()
         self.side_files = read_side_files(settings.model_path) if dist.get_rank() == 0 else {}
         self.models = [self._wrap(chunk) for chunk in self.chunks]
-        self._fingerprint: str | None = None
-
-    @property
-    def lora(self) -> LoRALayers | None:
-        """What is trained instead of the weights. Not a collective."""
-        return adapters_of(self.settings.converters)
 
     def read_shape(self) -> ModelShape:
         return read_model_shape(self.settings.model_path)
@@ -120,9 +112,9 @@ class BuiltModel:
         load_hf(self.chunks, self.shape, self.settings.model_path)
 
     def _wrap(self, chunk: HiddenStateGPTModel) -> torch.nn.Module:
-        whole = [(parameter, parameter.data) for parameter in adapter_parameters([chunk])]
+        whole = [(parameter, parameter.data) for parameter in self.trained.in_fp32(chunk)]
         module = Float16Module(self.config, chunk) if self.dtype != torch.float32 else chunk
-        for parameter, values in whole:  # adapters stay fp32 beside weights in bf16
+        for parameter, values in whole:
             parameter.data = values
         megatron = self.settings.megatron
         if self.settings.optimizer is None:
@@ -136,12 +128,6 @@ class BuiltModel:
             check_for_nan_in_grad=False,  # checked once per step, on the gradient norm
         )
         return TrainedChunk(self.config, ddp, module)
-
-    def base_fingerprint(self) -> str:
-        """Of the frozen weights below adapters, the same in every layout."""
-        if self._fingerprint is None:
-            self._fingerprint = self.exporter().fingerprint()
-        return self._fingerprint
 
     @property
     def on_last_stage(self) -> bool:
@@ -181,16 +167,6 @@ class BuiltModel:
     ) -> HFExporter:
         return HFExporter(self.chunks, self.shape, Ownership(self.shape, self.settings.layout, most_streams), value)
 
-    def adapter_exporter(
-        self, value: Callable[[torch.nn.Parameter], Tensor] | None = None, most_streams: int = 1,
-        dtype: torch.dtype = torch.float32,
-    ) -> HFExporter:  # fmt: skip
-        """Of the adapters as peft names them; ``dtype``: of what ``value`` gives. Raises ValueError: there are none."""
-        if self.lora is None:
-            raise ValueError(f"{self.settings.model_path} was built without adapters (ds.lora.rank)")
-        shape = self.lora.shape(self.shape)
-        return HFExporter(self.chunks, shape, Ownership(shape, self.settings.layout, most_streams), value, dtype)
-
     def export(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Whole HF tensors on global rank 0; all ranks must exhaust the iterator."""
         return iter(self.exporter(value))
@@ -202,26 +178,19 @@ class BuiltModel:
         self, target: str | Path, config_changes: Mapping[str, Any] | None = None,
         value: Callable[[torch.nn.Parameter], Tensor] | None = None,
     ) -> dict[str, int]:  # fmt: skip
+        """Writes all weights; see ``write_rows``."""
+        rows = self.export_rows() if value is None else self.exporter(value).rows()
+        return self.write_rows(rows, self.shape, self.dtype, self.side_files, target, config_changes=config_changes)
+
+    @staticmethod
+    def write_rows(
+        rows: Iterator[HFRows], shape: ModelShape, dtype: torch.dtype, files: Mapping[str, bytes], target: str | Path,
+        **more: Any,
+    ) -> dict[str, int]:  # fmt: skip
         """Writes an HF checkpoint (``hf_files.save_hf``) from rank 0; none of the others waits for the disk. Returns on
         rank 0 the size in bytes of every file by its name; on the others, which may return long before, nothing."""
-        rows = self.export_rows() if value is None else self.exporter(value).rows()
         if dist.get_rank() == 0:
-            tensors = hf_tensors(self.shape)
-            return save_hf(rows, tensors, self.dtype, self.side_files, target, config_changes=config_changes)
-        for _ in rows:
-            pass
-        return {}
-
-    def write_adapter(
-        self, target: str | Path, value: Callable[[torch.nn.Parameter], Tensor] | None = None
-    ) -> dict[str, int]:
-        """Writes the adapters as peft and vLLM load them, in fp32, with the tokenizer; otherwise like ``write_hf``."""
-        rows, lora = self.adapter_exporter(value).rows(), self.lora
-        if dist.get_rank() == 0 and lora is not None:
-            base = self.settings.model_path
-            files = adapter_side_files(self.side_files, lora.adapter.config(base))
-            tensors = hf_tensors(lora.shape(self.shape))
-            return save_hf(rows, tensors, torch.float32, files, target, single=WEIGHTS)
+            return save_hf(rows, hf_tensors(shape), dtype, files, target, **more)
         for _ in rows:
             pass
         return {}

@@ -88,14 +88,13 @@ class OptimizerRange:
 
 
 def parameter_blocks(model: MegatronModel) -> list[ParameterBlock]:
-    """Every parameter of this rank in global coordinates, in the same order on all data-parallel ranks; of a model with
-    adapters these."""
-    blocks = [found for chunk in model.chunks for entry in _sharded_entries(chunk) for found in _blocks(entry)]
-    if model.lora is not None:  # the base stays in its own checkpoint
-        blocks = [block for block in blocks if block.parameter.requires_grad]
+    """Every parameter of this rank that is saved, in global coordinates, in the same order on all data-parallel
+    ranks."""
+    every = [found for chunk in model.chunks for entry in _sharded_entries(chunk) for found in _blocks(entry)]
+    blocks = [block for block in every if model.trained.is_saved(block.parameter)]
     known = {id(b.parameter) for b in blocks}
     named = [(n, p) for chunk in model.chunks for n, p in chunk.named_parameters()]
-    names = [n for n, p in named if id(p) not in known and (p.requires_grad or model.lora is None)]
+    names = [n for n, p in named if id(p) not in known and model.trained.is_saved(p)]
     if names:
         raise CheckpointError(f"sharded_state_dict() leaves out these parameters, so they cannot be saved: {names}")
     return blocks
@@ -404,10 +403,8 @@ def _load_steps(model: MegatronModel, state: dict[str, Any]) -> None:
 
 def _described(model: MegatronModel) -> dict[str, Any]:
     """What has to be the same for a model to go on from a checkpoint. A collective."""
-    same = {"shape": asdict(model.shape), "param_dtype": model.settings.megatron.param_dtype}
-    if model.lora is None:
-        return same
-    return same | {"adapters": {**model.lora.adapter.options, "weights of the base": model.base_fingerprint()}}
+    precision = model.settings.megatron.param_dtype
+    return {"shape": asdict(model.shape), "param_dtype": precision, **model.trained.facts()}
 
 
 # ---- random states --------------------------------------------------------------------------------------------------

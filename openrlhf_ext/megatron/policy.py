@@ -7,7 +7,6 @@ Every public method is a collective over all ranks of the model unless it says o
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +24,6 @@ from openrlhf_ext.megatron.built import BuiltModel, no_sync
 from openrlhf_ext.megatron.distributed import random_states, set_random_states
 from openrlhf_ext.megatron.host_memory import FrozenCopy, MovingAverage
 from openrlhf_ext.megatron.layers import kept_bytes
-from openrlhf_ext.megatron.layers.adapted import without_adapters
 from openrlhf_ext.megatron.model.hf_weights import load_hf
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, PackedBatch, SequenceBatch, sequence_batch
@@ -297,10 +295,10 @@ class MegatronPolicy(MegatronModel):
 
     def host_copy(self, path: str) -> FrozenCopy | None:
         """A checkpoint of this shape in host memory, with converters' state. Called before the first train step. None:
-        it is the base of the adapters (``without_adapters``), which needs no copy."""
+        ``trained.as_loaded`` gives it without a copy."""
         state = self.converter_state().values()
         if path == self.settings.model_path:
-            return FrozenCopy(self.chunks, state=state) if self.lora is None else None
+            return self.trained.reference(state)
         return FrozenCopy(self.chunks, lambda: self._load_other(path), state)
 
     def _load_other(self, path: str) -> None:
@@ -309,15 +307,9 @@ class MegatronPolicy(MegatronModel):
             converter.loaded(self.chunks, self.compute_once)
 
     def save_hf(self, target: str | Path) -> dict[str, int]:
-        """Writes an HF checkpoint that transformers loads, with the converters' entries; see ``write_hf``. It is of the
-        weights' moving average where one is kept. Of adapters it is the one that peft loads."""
+        """Writes what is trained as an HF checkpoint, with the converters' entries; see ``write_rows``. It is of the
+        moving average where one is kept."""
         entries = {name: value for c in self.settings.converters for name, value in c.hf_config().items()}
         average = self.average
         value = None if average is None else lambda weight: average.of(weight).to(weight.device, weight.dtype)
-        if self.lora is not None:
-            return self.write_adapter(target, value)
-        return self.write_hf(target, entries or None, value)
-
-    def without_adapters(self) -> AbstractContextManager[None]:
-        """Forward passes in the body are the base's; the same without adapters. Not a collective."""
-        return without_adapters(self.chunks)
+        return self.trained.write(target, entries or None, value)

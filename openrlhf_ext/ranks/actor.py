@@ -77,12 +77,11 @@ class RankActor:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def execute_batch(self, method_name: str, all_data: dict[str, list], start_idx: int, end_idx: int) -> list:
-        """OpenRLHF's batched call; our methods take one shard per data-parallel rank and pipeline inside it. The caller
-        fetches what all ranks return, so only the first of a replica answers."""
-        ((name, values),) = all_data.items()
-        answers = [getattr(self, method_name)(**{name: value}) for value in values[start_idx:end_idx]]
-        return answers if self.is_first_of_replica else [None] * len(answers)
+    def for_replica(self, method: str, part: Any) -> Any:
+        """Calls a method with the part of this rank's replica. The caller fetches what all ranks return, so only the
+        first rank of a replica answers."""
+        answer = getattr(self, method)(part)
+        return answer if self.is_first_of_replica else None
 
 
 def _own_address() -> str:

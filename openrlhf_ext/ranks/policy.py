@@ -100,7 +100,7 @@ class PolicyActor(TrainedActor):
         replicas = settings.layout.data_parallel_size * settings.layout.context_parallel_size if distributed else 1
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         states = state_bytes(sum(p.numel() for p in trained), trained[0].element_size(), replicas)
-        states += sum(p.nbytes for p in self._parameters if not p.requires_grad)  # the base of adapters
+        states += sum(p.nbytes for p in self._parameters if not p.requires_grad)
         states += self.policy.kept_bytes
         staging = 2 * self.publisher.plan.largest_frame
         SharedGpu(device, sleeping.engine_share, states, staging, sleeping.policy, sleeping.engines).check()
@@ -150,7 +150,7 @@ class PolicyActor(TrainedActor):
     def _frozen_logprobs(self, name: str, batch: SequenceBatch) -> np.ndarray:
         self.reload_states("parameters")
         copy = self.host_copies.get(name)
-        with self.policy.without_adapters(), nullcontext() if copy is None else copy.swapped_in():
+        with self.policy.trained.as_loaded(), nullcontext() if copy is None else copy.swapped_in():
             return plain(self.policy.logprobs(batch).logprobs_N)
 
     def take_shard(self, shard: TrainingShard) -> None:
@@ -197,7 +197,7 @@ class PolicyActor(TrainedActor):
         shaped = reselected(self.policy, batch, shaped, seed, number)
         first_epoch = self.shard is not None and number < len(self.shard.mini_batches)
         metrics = self.policy.train_step(batch, shaped, shaped.algorithm, more, self.seen if first_epoch else None)
-        if metrics["grad_norm"] == 0.0 and self.policy.lora is not None:
+        if metrics["grad_norm"] == 0.0 and self.policy.trained.is_beside_weights:
             require_no_advantages(shaped, self.policy.device)
         return metrics
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,8 @@ from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan, WeightSyncMismatc
 from openrlhf_ext.rollout.sync.sender import EngineCalls, SendReport, WeightSender
 
 if TYPE_CHECKING:
-    from openrlhf_ext.megatron.model.hf_weights import HFExporter
     from openrlhf_ext.megatron.policy import MegatronPolicy
+    from openrlhf_ext.megatron.trained import Form
 
 logger = logging.getLogger(__name__)
 
@@ -38,15 +38,14 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class SyncSettings:
     """How weights reach engines of so many ``workers``, and how it is proved: by the ``probe``, tokens that both sides
-    score to a ``tolerance`` in nats. ``lora``: what travels of a policy that trains adapters (``vllm.lora``); adapters
-    in the engines' ``dtype``."""
+    score to a ``tolerance`` in nats. ``travels``: the form in which adapters reach engines of a ``dtype``."""
 
     transport: str
     workers: int
     options: WeightSync
     tolerance: float
     probe: tuple[int, ...]
-    lora: str
+    travels: Form
     dtype: str
 
 
@@ -59,7 +58,8 @@ class WeightPublisher:
 
         self._policy, self._settings = policy, settings
         transport = find_transport(settings.transport)
-        self._exporter = exporter_of(policy, settings, transport.most_streams)
+        trained, dtype = policy.trained, _engines_dtype(settings)
+        self._exporter = trained.engine_exporter(settings.travels, dtype, transport.most_streams)
         specs = [(tensor.name, tensor.shape, tensor.dtype) for tensor in self._exporter.metadata()]
         streams = self._exporter.streams_of_tensors()
         self.plan = BucketPlan.build(specs, settings.options.bucket_mib << 20, streams)
@@ -122,7 +122,8 @@ class WeightPublisher:
         settings = self._settings
         tokens, tolerance, timeout_s = settings.probe, settings.tolerance, settings.options.timeout_s
         row = sequence_batch([np.array(tokens)], [[(1, len(tokens))]])
-        with self._as_in_engines(version):
+        trained, dtype = self._policy.trained, _engines_dtype(settings)
+        with trained.as_in_engines(settings.travels, dtype, version):
             ours = self._policy.logprobs(row, temperature=1.0).logprobs_N
         before_asking()
         asked = self._engines if which is None else [self._engines[i] for i in which]
@@ -141,20 +142,6 @@ class WeightPublisher:
 
         found = self._together(compare)[0]
         return found if dist.get_rank() == 0 else 0.0
-
-    def _as_in_engines(self, version: int) -> AbstractContextManager[None]:
-        """Forward passes in the body are with the adapters that engines have: before the first update none, afterwards
-        rounded to the engines' dtype."""
-        policy = self._policy
-        if policy.lora is None:
-            return nullcontext()
-        if version == 0:
-            return policy.without_adapters()
-        if self._settings.lora == "merged":
-            return nullcontext()
-        from openrlhf_ext.megatron.layers.adapted import rounded_adapters  # Megatron: see ranks/actor.py
-
-        return rounded_adapters(policy.chunks, _engines_dtype(self._settings))
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
@@ -193,9 +180,7 @@ class WeightPublisher:
         return report if dist.get_rank() == 0 else None
 
     def _require_change(self, report: SendReport, version: int, trained: bool) -> None:
-        # a few updates of an adapter may be below what bf16 has room for beside the base
-        policy, what = self._policy, self._settings.lora
-        is_sure = policy.lora is None or what == "adapter" or policy.dtype == torch.float32
+        is_sure = self._policy.trained.shows_every_step(self._settings.travels)
         if trained and is_sure and report.sums == self._last_sums:
             raise WeightSyncMismatch(
                 f"the policy was trained, with a learning rate and a gradient that were not zero, but weights {version}"
@@ -242,18 +227,6 @@ def _engines_dtype(settings: SyncSettings) -> torch.dtype:
     from openrlhf_ext.megatron.built import DTYPES  # Megatron: see ranks/actor.py
 
     return DTYPES[settings.dtype]
-
-
-def exporter_of(policy: MegatronPolicy, settings: SyncSettings, most_streams: int) -> HFExporter:
-    """Of what travels: the weights, with adapters in them if ``lora`` is 'merged', or the adapters alone."""
-    from openrlhf_ext.megatron.layers.adapted import merged_values, scaled_values  # Megatron: see ranks/actor.py
-
-    if policy.lora is None:
-        return policy.exporter(most_streams=most_streams)
-    if settings.lora == "merged":
-        return policy.exporter(merged_values(policy.chunks), most_streams)
-    dtype = _engines_dtype(settings)
-    return policy.adapter_exporter(scaled_values(policy.chunks, dtype), most_streams, dtype)
 
 
 @contextmanager

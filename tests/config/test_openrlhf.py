@@ -121,7 +121,8 @@ def test_loading_twice_gives_independent_namespaces(load):
 
 def test_the_script_of_the_migration_guide_comes_to_what_openrlhf_parses(run_dir):
     """Every option has the value that OpenRLHF gives it, or a line or the table of other defaults names it."""
-    text = (ROOT / "docs/migration.md").read_text().split("as a dry run -->\n```bash\npython -m openrlhf_ext.cli.train_ppo_ray \\\n")[1].split("```")[0]
+    block = (ROOT / "docs/migration.md").read_text().split("as a dry run -->\n```bash\n")[1].split("```")[0]
+    text = block.removeprefix("python -m openrlhf_ext.cli.train_ppo_ray")
     files = {"OpenRLHF/Llama-3-8b-sft-mixture": "model", "OpenRLHF/prompt-collection-v0.1": "train.jsonl",
              "/openrlhf/examples/python/reward_func.py": "reward.py"}  # fmt: skip
     given = {name: str(run_dir / file) for name, file in files.items()}

@@ -60,7 +60,7 @@ class FakePolicy:
         self.told: list[tuple[int, list[int]]] = []
         self.faults = list(faults)
 
-    def async_run_method(self, method: str, engines: list, fresh: list[int]) -> list:
+    def ask(self, method: str, engines: list, fresh: list[int]) -> list:
         assert method == "replace_engines"
         self.told.append((len(engines), fresh))
         return [outcome.remote(self.faults.pop(0) if self.faults else None)]
@@ -264,7 +264,7 @@ class FakeGroup:
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def async_run_method(self, method: str, **_: Any) -> list:
+    def ask(self, method: str, **_: Any) -> list:
         self.told.append(method)
         return [outcome.remote(None)]
 
@@ -335,7 +335,7 @@ def test_an_engine_that_does_not_wake_up_or_fall_asleep_is_replaced_and_told_aga
 def test_a_sync_is_repeated_without_an_engine_that_died_or_hung_while_it_slept(how: int) -> None:
     policy = FakeGroup()
     sharing, engines = shared_gpus(policy, "wake_weights", how)
-    engines.repeat_until_sent(lambda: (sharing.wake_weights(), policy.async_run_method("send_weights")))
+    engines.repeat_until_sent(lambda: (sharing.wake_weights(), policy.ask("send_weights")))
     assert told(engines) == [["wake_weights"] * 2, ["wake_weights"]]
     assert engines.restarts == 1 and policy.told == ["replace_engines", "send_weights"]
 

@@ -102,7 +102,7 @@ def maker(kl: KLCoefficient, replicas: int = 2) -> ExperienceMaker:
     reference = LocalGroup(1, 1, forward=scored(0.2))
     return ExperienceMaker(
         policy, algorithm=get_algorithm("grpo", mask_truncated=True, kl={"coef": 0.5, "place": "loss"}), group_size=2,
-        mini_batch_size=2, data_parallel_size=replicas, reference=Scorer(reference, "forward", 1), kl=kl,
+        mini_batch_size=2, reference=Scorer(reference, "forward"), kl=kl,
     )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def test_a_reward_model_grades_completions_that_have_no_grade() -> None:
     """The grade is of the whole sequence, and everything that reads a reward gets it; the group's does not change."""
     made = maker(KLCoefficient(0.5))
     ends = LocalGroup(2, 1, forward=lambda batch: batch.lengths_B.float().numpy() - 4)  # one token was added
-    made.reward = RewardScorer(Scorer(ends, "forward", 2))
+    made.reward = RewardScorer(Scorer(ends, "forward"))
     groups = [
         Group(group.prompt, [dataclasses.replace(one, reward=None, score=None) for one in group.responses])
         for group in (graded(1), graded(0))

@@ -102,20 +102,22 @@ class World:
 
     def fit_critic(self) -> list:
         self.told.append("fit critic")
-        return [[{"loss/value": 1.0}]]
+        return [{"loss/value": 1.0}]
 
-    def async_run_method_batch(self, method: str, **arguments: Any) -> list:
-        assert (method, arguments) == ("take_shard", {"shard": ["shard"]})
+    def ask_replicas(self, method: str, parts: list) -> list:
+        assert (method, parts) == ("take_shard", ["shard"])
         return [None]
 
-    def async_run_method(self, method: str) -> list:
+    def ask(self, method: str) -> list:
+        if method in ("weight_version", "rollout_stats"):
+            return self._of_engines(method)
         self.tell(method)
         self.version += method == "send_weights"
         if method == "send_weights":
             return [{"weight_sync/version": self.version}]
         return [{"loss/policy": 0.1, "grad_norm": self.grad_norm}]
 
-    def ask(self, method: str) -> list:
+    def _of_engines(self, method: str) -> list:
         if method == "weight_version":
             return [self.version]
         return [{"generation_s": 0.1, "exposed_grading_s": 0.0, "reward_failures": []}]

@@ -19,6 +19,7 @@ from openrlhf_ext.cli.doctor_cluster import examine_cluster
 from openrlhf_ext.driver import cluster as cluster_module
 from openrlhf_ext.driver.cluster import RaySession, start_with_retries
 from openrlhf_ext.driver.placement import PlacementError, RankGroup, blocks, place_ranks, reserve
+from openrlhf_ext.megatron.layout import ParallelLayout
 from tests.driver.fake_ranks import Mortal, Rank, Silent
 from tests.patience import PATIENCE_S, until
 
@@ -97,10 +98,10 @@ def test_tensor_parallel_neighbors_share_a_node_and_actors_share_bundles(cluster
     places = reserve(4, PATIENCE_S, "ranks", shared=True)
     assert len(set(places.nodes)) == 2
     actor = ray.remote(Rank)
-    groups = [RankGroup(actor, places, world_size=4, model_parallel_size=2, tensor_size=2) for _ in range(2)]
+    groups = [RankGroup(actor, places, ParallelLayout(4, 2), tensor_size=2) for _ in range(2)]
     nodes = []
     for group in groups:
-        found = ray.get(group.async_run_method("where"), timeout=PATIENCE_S)
+        found = ray.get(group.ask("where"), timeout=PATIENCE_S)
         assert [seen for _, seen in found] == [(4, 0, None, None)] + [(4, r, "master", 1234) for r in (1, 2, 3)]
         nodes.append([node for node, _ in found])
         assert nodes[-1][0] == nodes[-1][1] != nodes[-1][2] == nodes[-1][3]
@@ -110,11 +111,9 @@ def test_tensor_parallel_neighbors_share_a_node_and_actors_share_bundles(cluster
     with pytest.raises(
         PlacementError, match="rank 0 of Silent on .* did not start within the 0.5 s that were left.*start_timeout_s"
     ):
-        RankGroup(
-            ray.remote(Silent), replace(places, until=time.monotonic() + 0.5), world_size=2, model_parallel_size=1
-        )
+        RankGroup(ray.remote(Silent), replace(places, until=time.monotonic() + 0.5), ParallelLayout(2))
     with pytest.raises(PlacementError, match="ranks 0-3: .*, .*  <- on more than one node"):
-        RankGroup(actor, places, world_size=4, model_parallel_size=4, tensor_size=4)
+        RankGroup(actor, places, ParallelLayout(4, 4), tensor_size=4)
     with pytest.raises(PlacementError, match="the critic's ranks need 1 bundles .* within 0.5 s.*free are"):
         reserve(1, 0.5, "the critic's ranks")
 

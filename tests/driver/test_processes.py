@@ -25,6 +25,7 @@ from openrlhf_ext.rollout.response import EngineStartError
 from tests.driver.simulated import run_config
 from tests.e2e.jobs import Task
 from tests.models import make_tiny_model, make_tiny_policy
+from tests.ranks.helpers import LocalGroup
 
 GAE = {"algo__advantage__estimator": "gae", "critic__num_gpus_per_node": 2}
 
@@ -90,31 +91,34 @@ def test_the_policy_keeps_its_starting_weights_only_for_a_reference_without_rank
     assert settings.host_copies == ({"reference": settings.model_path} if kept else {})
 
 
+POLICY, OWN = LocalGroup(1, 2), LocalGroup(2, 2)
+
+
 def test_a_guide_is_kept_like_a_reference_or_scores_on_ranks_of_its_own(task, tmp_path):
     make_tiny_policy(tmp_path / "guide", seed=1)
     guided = {"algo__advantage__estimator": "mixed_policy_dapo", "guide__model_name_or_path": tmp_path / "guide"}
     config = load_config(task.options("out", **guided, algo__kl__init_coef=0.1, algo__kl__use_loss="true"))
     settings = policy_settings(config, steps=1)
     assert settings.host_copies == {"reference": settings.model_path, "guide": str(tmp_path / "guide")}
-    parts = AuxiliaryModels().experience_parts(config, policy="policy")
-    assert (parts["guide"].group, parts["guide"].method) == ("policy", "guide_logprobs")
-    assert (parts["reference"].group, parts["reference"].method) == ("policy", "reference_logprobs")
+    parts = AuxiliaryModels().experience_parts(config, policy=POLICY)
+    assert (parts["guide"].group, parts["guide"].method) == (POLICY, "guide_logprobs")
+    assert (parts["reference"].group, parts["reference"].method) == (POLICY, "reference_logprobs")
 
     config = load_config(task.options("out", **guided, guide__num_gpus_per_node=4))
     assert policy_settings(config, steps=1).host_copies == {}
-    scorer = AuxiliaryModels(frozen={"guide": "own"}).experience_parts(config, policy="policy")["guide"]
-    assert (scorer.group, scorer.method, scorer.replicas) == ("own", "forward", 2)
+    scorer = AuxiliaryModels(frozen={"guide": OWN}).experience_parts(config, policy=POLICY)["guide"]
+    assert (scorer.group, scorer.method) == (OWN, "forward")
 
 
 def test_the_experience_maker_gets_only_what_the_run_needs(task):
     config = load_config(task.options("out"))
     assert AuxiliaryModels().experience_parts(config, policy=None) == {"critic": None, "kl": None}
     config = load_config(task.options("out", algo__kl__init_coef=0.1, algo__kl__target=0.2))
-    parts = AuxiliaryModels().experience_parts(config, policy="policy")
-    assert (parts["reference"].group, parts["reference"].method) == ("policy", "reference_logprobs")
+    parts = AuxiliaryModels().experience_parts(config, policy=POLICY)
+    assert (parts["reference"].group, parts["reference"].method) == (POLICY, "reference_logprobs")
     assert (parts["kl"].value, parts["kl"].target, parts["kl"].horizon) == (0.1, 0.2, 10000)
-    parts = AuxiliaryModels(frozen={"reference": "own"}).experience_parts(config, policy="policy")
-    assert (parts["reference"].group, parts["reference"].method) == ("own", "forward")
+    parts = AuxiliaryModels(frozen={"reference": OWN}).experience_parts(config, policy=POLICY)
+    assert (parts["reference"].group, parts["reference"].method) == (OWN, "forward")
 
 
 def test_a_reward_model_is_laid_out_as_the_policy_and_the_critic_starts_from_it(task):
@@ -130,8 +134,8 @@ def test_a_reward_model_is_laid_out_as_the_policy_and_the_critic_starts_from_it(
     assert (settings.layout.tensor_parallel_size, settings.layout.data_parallel_size) == (2, 2)
     assert settings.optimizer is None and (settings.value_head, settings.normalize_values) == ("head", True)
     assert critic.model_path == settings.model_path == str(task.folder / "policy") and critic.normalize_values
-    scorer = AuxiliaryModels(reward="own").experience_parts(config, policy="policy")["reward"].values
-    assert (scorer.group, scorer.method, scorer.replicas) == ("own", "forward", 2)
+    scorer = AuxiliaryModels(reward=OWN).experience_parts(config, policy=POLICY)["reward"].values
+    assert (scorer.group, scorer.method) == (OWN, "forward")
 
 
 PROBE = {"weight_sync/probe_diff": 0.0}
@@ -151,7 +155,7 @@ def test_everybody_has_given_up_its_memory_before_a_critic_or_a_checkpoint_is_lo
         continuation=Recorder("continuation", ([7, 8, 9], [-0.1, -0.7, -3.0])),
     )
     policy = SimpleNamespace(
-        async_run_method=lambda name, *_: order.append(name) or [{"rank": 0, "phases": None, **PROBE}]
+        ask=lambda name, *_: order.append(name) or [{"rank": 0, "phases": None, **PROBE}]
     )
     config = run_config(vllm={"enable_sleep": True}, ds={"enable_sleep": True})
     session = SimpleNamespace(remember=lambda *_: None, watch=lambda *_: None, use_gpu=False)

@@ -23,7 +23,7 @@ def test_scores_are_those_of_their_rows(replicas, ranks):
         return batch.targets_N.float().numpy()
 
     group = LocalGroup(replicas, ranks, forward=token_ids)
-    scores_N = Scorer(group, "forward", replicas).start(batch).result(get)
+    scores_N = Scorer(group, "forward").start(batch).result(get)
     assert torch.equal(scores_N, batch.targets_N.float())
     assert scores_N.dtype == torch.float32 and batch.targets_N.any()
 
@@ -69,7 +69,7 @@ def test_shares_of_the_replicas_add_up_to_the_loss_of_each_mini_batch(rollout, r
 def test_a_batch_is_trained_on_once(rollout):
     batch, whole = rollout
     group = LocalGroup(2, 1, fit=lambda mini_batches: {"updates": len(mini_batches)})
-    trainer = ValueTrainer(group, replicas=2, group_size=2, mini_batch_size=4)
+    trainer = ValueTrainer(group, group_size=2, mini_batch_size=4)
     with pytest.raises(RuntimeError, match=r"take\(\) comes before start_fit\(\)"):
         trainer.start_fit()
     trainer.take(batch, get_algorithm("gae").shape(whole))

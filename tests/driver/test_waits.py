@@ -118,7 +118,7 @@ class Calls:
 
 def ask(monkeypatch, calls: Calls) -> list:
     monkeypatch.setattr(waits, "ray", calls)
-    group = SimpleNamespace(async_run_method=lambda method, **arguments: [0, 1, 2])
+    group = SimpleNamespace(ask=lambda method, **arguments: [0, 1, 2])
     return call_ranks(group, "critic", "save_state", 7.0, name="critic")
 
 

@@ -71,10 +71,10 @@ def adapters(machine: Machine) -> dict:
             policies.require(measured[mode], allowed, f"recompute {mode}")
             measured[f"{mode}: entries"] = _only_adapters(policy)
             before, logprobs_N = _bytes(policy), policy.logprobs(batch).logprobs_N
-            with policy.without_adapters():
+            with policy.trained.as_loaded():
                 base_N = policy.logprobs(batch).logprobs_N
             policy.train_step(batch, loss, loss)
-            with policy.without_adapters():
+            with policy.trained.as_loaded():
                 again_N = policy.logprobs(batch).logprobs_N
             if torch.equal(logprobs_N, base_N) or not torch.equal(base_N, again_N):
                 raise AssertionError("adapters that are off count, or a step has moved the base")

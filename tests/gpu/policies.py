@@ -164,8 +164,7 @@ def outcome(policy: RandomPolicy, batch: SequenceBatch, loss: WeightedLogprob) -
     """Forward pass, then forward and backward of all micro-batches."""
     logprobs_N = policy.logprobs(batch).logprobs_N
     policy.accumulate_gradients(batch, loss, loss)
-    exported = policy.export if policy.lora is None else policy.adapter_exporter
-    gradients = exported(lambda parameter: parameter.main_grad)
+    gradients = policy.trained.exporter(lambda parameter: parameter.main_grad)
     return Outcome(logprobs_N, {name: gradient.float().cpu().clone() for name, gradient in gradients})
 
 

@@ -234,7 +234,7 @@ def adapters_of_7b(machine: Machine) -> dict:
     """
     ready(machine)
     with one_rank(machine) as policies:
-        from openrlhf_ext.megatron.layers.adapted import merged_values, scaled_values
+        from openrlhf_ext.megatron.layers.adapted import merged_values
 
         sizes = (28, 3584, 28, 4, 128, 18944, 152064) if machine.on_gpu else (2, 64, 5, 1, 16, 96, 128)
         names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -250,7 +250,7 @@ def adapters_of_7b(machine: Machine) -> dict:
         measured |= {f"{kind}_bytes": states.nbytes(kind) for kind in _KINDS}
         if measured["gradients_bytes"] > 0.02 * measured["parameters_bytes"] and machine.on_gpu:
             raise AssertionError(f"gradients of more than the adapters: {measured}")
-        adapters = policy.adapter_exporter(scaled_values(policy.chunks, policy.dtype), 1, policy.dtype)
+        adapters = policy.trained.engine_exporter("adapter", policy.dtype, 1)
         for what, exporter in (("adapters", adapters), ("merged", policy.exporter(merged_values(policy.chunks)))):
             exported: list[int] = []
             seconds = _seconds(machine, lambda out=exported, of=exporter: out.extend(t.nbytes for _, t in of))
@@ -311,7 +311,7 @@ def _measure(machine: Machine, policy: Any, batch: Any, loss: Any) -> dict:
     step = _seconds(machine, lambda: policy.train_step(batch, loss, loss))
     forward = _seconds(machine, lambda: _require_finite(policy.logprobs(batch).logprobs_N))
     flops = forward_flops(policy.shape, batch.lengths_B.tolist(), int(batch.counts_B.sum()))
-    flops = replace(flops, frozen=policy.lora is not None)
+    flops = replace(flops, frozen=policy.trained.is_beside_weights)
     seconds = statistics.median(gradients)
     found = {
         "first_step_seconds": first, "step_seconds": step, "forward_backward_seconds": seconds,

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from openrlhf_ext.driver.placement import RankGroup
+from openrlhf_ext.megatron.layout import ParallelLayout
 
-class LocalGroup:
-    """Has the shape of OpenRLHF's ``RayActorGroup``: every rank of a replica runs the method on the replica's share."""
+
+class LocalGroup(RankGroup):
+    """A ``RankGroup`` whose ranks are functions: every rank of a replica runs the method on the replica's part."""
 
     def __init__(self, replicas: int, ranks_per_replica: int, **methods: Callable[..., Any]) -> None:
-        self.replicas, self.duplicate_actors, self.methods = replicas, ranks_per_replica, methods
+        self.layout = ParallelLayout(replicas * ranks_per_replica, tensor_parallel_size=ranks_per_replica)
+        self.methods = methods
         self.calls: list[tuple[str, list]] = []
         self.answers: dict[str, list[Any]] = {}  # of methods without arguments, one for each replica
 
-    def async_run_method_batch(self, method: str, **batched: list) -> list[list[Any]]:
-        ((name, values),) = batched.items()
-        assert len(values) == self.replicas, "one share for each replica"
-        self.calls.append((method, values))
-        return [[self.methods[method](**{name: value})] for value in values for _ in range(self.duplicate_actors)]
+    def ask_replicas(self, method: str, parts: Sequence[Any]) -> list[Any]:
+        assert len(parts) == self.layout.data_parallel_size, "one part for each replica"
+        self.calls.append((method, list(parts)))
+        return self._of_first([self.methods[method](part) for part in parts])
 
-    def async_run_method(self, method: str) -> list[Any]:
-        others = [None] * (self.duplicate_actors - 1)
-        return [each for answer in self.answers[method] for each in (answer, *others)]
+    def ask(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return self._of_first(self.answers[method])
+
+    def _of_first(self, answers: list[Any]) -> list[Any]:
+        """One for each rank, None of those that do not answer for their replica."""
+        firsts = {self.layout.ranks(replica=number)[0]: answer for number, answer in enumerate(answers)}
+        return [firsts.get(rank) for rank in range(self.layout.world_size)]
 
 
 def get(refs: Any, timeout: float | None = None) -> Any:

@@ -56,12 +56,12 @@ def test_rank_0_says_where_to_meet_and_the_others_go_there():
     assert (os.environ["RANK"], os.environ["MASTER_PORT"]) == ("1", str(port))
 
 
-def test_batched_calls_take_this_replica_s_entries():
+def test_the_first_rank_of_a_replica_answers_for_it():
     class Doubler(RankActor):
         def double(self, value: int) -> int:
             return 2 * value
 
     actor = Doubler(1, 0, "host", 1)
-    assert actor.execute_batch("double", {"value": [1, 2, 3, 4]}, 1, 3) == [4, 6]
+    assert actor.for_replica("double", 2) == 4
     actor.is_first_of_replica = False  # its copies of the answers would all go to the driver
-    assert actor.execute_batch("double", {"value": [1, 2, 3, 4]}, 1, 3) == [None, None]
+    assert actor.for_replica("double", 2) is None

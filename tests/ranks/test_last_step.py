@@ -54,8 +54,9 @@ def policy_actor(epochs: int, numbers: int = 0) -> tuple[PolicyActor, FakeModel]
     actor = PolicyActor.__new__(PolicyActor)
     model = awake(actor, epochs)
     chunks = [torch.nn.Linear(numbers, 1, bias=False)] if numbers else []
+    whole = SimpleNamespace(is_beside_weights=False)
     step = {"train_step": lambda *step: model.train_step(more=step[-2])}
-    actor.policy = SimpleNamespace(chunks=chunks, lora=None, device=torch.device("cpu"), **step)
+    actor.policy = SimpleNamespace(chunks=chunks, trained=whole, device=torch.device("cpu"), **step)
     actor.timers, actor.has_moved, actor.version, actor.seen = PhaseTimers(), False, 0, None
     actor.sleeping, actor.offloads = SleepModes(), []
     return actor, model
@@ -97,7 +98,7 @@ def test_adapters_without_a_gradient_end_the_run_where_there_are_advantages(monk
     monkeypatch.setattr(schedule, "sum_over_replicas", lambda tensor, device: tensor)
     actor, _ = policy_actor(epochs=1, numbers=100)
     fit(actor)
-    actor.policy.lora = object()
+    actor.policy.trained = SimpleNamespace(is_beside_weights=True)
     with pytest.raises(NoGradientError, match="1 tokens of the mini-batch have") if ends else nullcontext():
         fit(actor)
 

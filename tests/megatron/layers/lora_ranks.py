@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from openrlhf_ext.checkpoints import CheckpointError
+from openrlhf_ext.megatron.built import DTYPES
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layers.adapted import adapter_parameters, merged_values, rounded_adapters
@@ -21,8 +22,6 @@ from openrlhf_ext.megatron.model.adapter import ALL_LINEAR, Adapter, resolved_ta
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.step.optimizer import gradient_squares
-from openrlhf_ext.options.sections import WeightSync
-from openrlhf_ext.ranks.publishing import SyncSettings, exporter_of
 from tests.megatron.parity import WeightedLogprob, deal, settings
 from tests.megatron.reference import TEMPERATURE
 from tests.patience import PATIENCE_S
@@ -108,11 +107,11 @@ def run_others(cases: list[dict], batch, weights_N, root: Path) -> list[dict]:
         policy = lora_policy(case, int(os.environ["WORLD_SIZE"]))
         if case.get("warm_up"):
             policy.warm_up()
-        out: dict = {"started": _adapter(policy), "fingerprint": policy.base_fingerprint()}
+        out: dict = {"started": _adapter(policy), "fingerprint": policy.trained.base_fingerprint()}
         if "engines" in case:
             policy.chunks[0].decoder.layers[0].mlp.linear_fc1.lora_b.data.normal_()
-            sync = SyncSettings("gloo", 1, WeightSync(), 1.0, (), "adapter", case["engines"])
-            out["sent"] = {name: tensor.clone() for name, tensor in exporter_of(policy, sync, 1)}
+            sent = policy.trained.engine_exporter("adapter", DTYPES[case["engines"]], 1)
+            out["sent"] = {name: tensor.clone() for name, tensor in sent}
             out["held"] = _adapter(policy)
             with rounded_adapters(policy.chunks, torch.bfloat16):
                 out["rounded"] = _adapter(policy)
@@ -155,12 +154,12 @@ def dropout_masks(model: str, seed: int) -> list:
 def _values(policy: MegatronPolicy, mine, shaped, case: dict, root: Path) -> dict:
     before = [parameter.detach().clone() for parameter in policy.chunks[0].parameters()]
     out: dict = {"started": _adapter(policy), "logprobs": policy.logprobs(mine).logprobs_N}
-    with policy.without_adapters():
+    with policy.trained.as_loaded():
         out["base"] = policy.logprobs(mine).logprobs_N
     out["again"] = torch.equal(policy.logprobs(mine).logprobs_N, out["logprobs"])
     if not case.get("distributed_optimizer") and "load" not in case:
         policy.accumulate_gradients(mine, shaped, shaped)
-        out["grads"] = {n: t.clone() for n, t in policy.adapter_exporter(lambda p: p.main_grad)}
+        out["grads"] = {n: t.clone() for n, t in policy.trained.exporter(lambda p: p.main_grad)}
         squares, present = gradient_squares(policy.models)
         out["squares"] = float(squares.sum())
     out["steps"] = []
@@ -199,7 +198,7 @@ def _linears(policy: MegatronPolicy) -> list:
 
 
 def _adapter(policy: MegatronPolicy) -> dict:
-    return {name: tensor.clone() for name, tensor in policy.adapter_exporter()}
+    return {name: tensor.clone() for name, tensor in policy.trained.exporter()}
 
 
 def _save(policy: MegatronPolicy, folder: Path) -> None:

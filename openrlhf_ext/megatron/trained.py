@@ -1,0 +1,157 @@
+"""What is trained of a model: all of its weights, or adapters beside weights that stay. Whoever loads, exports, saves,
+or compares a model asks ``BuiltModel.trained``, and does not ask which of the two it is.
+
+Every method is a collective over all ranks of the model unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from openrlhf_ext.megatron.host_memory import FrozenCopy
+from openrlhf_ext.megatron.layers.adapted import (
+    adapter_parameters,
+    add_adapters,
+    merged_values,
+    rounded_adapters,
+    scaled_values,
+    without_adapters,
+)
+from openrlhf_ext.megatron.layers.lora import LoRALayers, adapters_of
+from openrlhf_ext.megatron.model.adapter import WEIGHTS
+from openrlhf_ext.megatron.model.hf_files import adapter_side_files
+from openrlhf_ext.megatron.model.hf_weights import HFExporter, Ownership
+
+Value = Callable[[torch.nn.Parameter], Tensor]
+Form = Literal["adapter", "merged"]
+"""What engines get of adapters (``vllm.lora``)."""
+
+
+class WholeModel:
+    """All weights are trained, or none. These answers are also the defaults of ``Adapters``."""
+
+    is_beside_weights = False
+
+    def __init__(self, model: Any) -> None:
+        self._model = model  # a ``BuiltModel``, whose file imports this one
+
+    def build(self) -> None:
+        """Adds what is trained to chunks whose weights are loaded."""
+
+    def in_fp32(self, chunk: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
+        """Parameters that stay fp32 in a bf16 model. Not a collective."""
+        return ()
+
+    def is_saved(self, parameter: Tensor) -> bool:
+        """Whether a resumable checkpoint holds the parameter. Not a collective."""
+        return True
+
+    def facts(self) -> dict[str, Any]:
+        """What a resumable checkpoint must agree with besides shape and precision."""
+        return {}
+
+    def exporter(self, value: Value | None = None) -> HFExporter:
+        """Of what is trained, in its Hugging Face form; ``value``: see ``HFExporter``."""
+        return self._model.exporter(value)
+
+    def engine_exporter(self, form: Form, dtype: torch.dtype, most_streams: int) -> HFExporter:
+        """Of what engines of this ``dtype`` get in a weight sync."""
+        return self._model.exporter(most_streams=most_streams)
+
+    def as_in_engines(self, form: Form, dtype: torch.dtype, version: int) -> AbstractContextManager[None]:
+        """Forward passes in the body are those of engines that have the update ``version``, 0: none yet. Not a
+        collective."""
+        return nullcontext()
+
+    def shows_every_step(self, form: Form) -> bool:
+        """Whether a step that moves parameters always changes what engines get. Not a collective."""
+        return True
+
+    def as_loaded(self) -> AbstractContextManager[None]:
+        """Forward passes in the body are the weights' alone, without what was added to them. Not a collective."""
+        return nullcontext()
+
+    def reference(self, state: Iterable[Tensor]) -> FrozenCopy | None:
+        """A copy of the weights as they are now; None: they stay, and ``as_loaded`` gives them."""
+        return FrozenCopy(self._model.chunks, state=state)
+
+    def write(self, target: str | Path, entries: Mapping[str, Any] | None, value: Value | None) -> dict[str, int]:
+        """Writes what is trained as a Hugging Face checkpoint; see ``BuiltModel.write_rows``. ``entries``: what its
+        config.json gets."""
+        return self._model.write_hf(target, entries, value)
+
+
+class Adapters(WholeModel):
+    """Adapters beside frozen weights (``layers.adapted``); in their own checkpoints, in peft's form."""
+
+    is_beside_weights = True
+
+    def __init__(self, model: Any, lora: LoRALayers) -> None:
+        super().__init__(model)
+        self._lora = lora
+        self._shape = lora.shape(model.shape)
+        self._fingerprint: str | None = None
+
+    def build(self) -> None:
+        add_adapters(self._model.chunks, self._model.shape, self._lora.adapter, self._lora.seed, self._lora.path)
+
+    def in_fp32(self, chunk: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
+        return adapter_parameters([chunk])
+
+    def is_saved(self, parameter: Tensor) -> bool:
+        return parameter.requires_grad  # the base stays in its own checkpoint
+
+    def facts(self) -> dict[str, Any]:
+        return {"adapters": {**self._lora.adapter.options, "weights of the base": self.base_fingerprint()}}
+
+    def base_fingerprint(self) -> str:
+        """Of the frozen weights, the same in every layout."""
+        if self._fingerprint is None:
+            self._fingerprint = self._model.exporter().fingerprint()
+        return self._fingerprint
+
+    def exporter(self, value: Value | None = None) -> HFExporter:
+        return self._exporter(value, 1, torch.float32)
+
+    def engine_exporter(self, form: Form, dtype: torch.dtype, most_streams: int) -> HFExporter:
+        if form == "merged":
+            return self._model.exporter(merged_values(self._model.chunks), most_streams)
+        return self._exporter(scaled_values(self._model.chunks, dtype), most_streams, dtype)
+
+    def _exporter(self, value: Value | None, most_streams: int, dtype: torch.dtype) -> HFExporter:
+        ownership = Ownership(self._shape, self._model.settings.layout, most_streams)
+        return HFExporter(self._model.chunks, self._shape, ownership, value, dtype)
+
+    def as_in_engines(self, form: Form, dtype: torch.dtype, version: int) -> AbstractContextManager[None]:
+        if version == 0:
+            return self.as_loaded()
+        return nullcontext() if form == "merged" else rounded_adapters(self._model.chunks, dtype)
+
+    def shows_every_step(self, form: Form) -> bool:
+        # a few updates of an adapter may be below what bf16 has room for beside the base
+        return form == "adapter" or self._model.dtype == torch.float32
+
+    def as_loaded(self) -> AbstractContextManager[None]:
+        return without_adapters(self._model.chunks)
+
+    def reference(self, state: Iterable[Tensor]) -> FrozenCopy | None:
+        return None
+
+    def write(self, target: str | Path, entries: Mapping[str, Any] | None, value: Value | None) -> dict[str, int]:
+        """As peft and vLLM load them, in fp32, with the tokenizer."""
+        files = adapter_side_files(self._model.side_files, self._lora.adapter.config(self._model.settings.model_path))
+        return self._model.write_rows(
+            self.exporter(value).rows(), self._shape, torch.float32, files, target, single=WEIGHTS
+        )
+
+
+def trained_of(model: Any) -> WholeModel:
+    """Adapters, if a converter of the model's layers adds some."""
+    lora = adapters_of(model.settings.converters)
+    return WholeModel(model) if lora is None else Adapters(model, lora)
