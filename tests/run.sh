@@ -26,7 +26,7 @@ fi
 # Starting processes is most of the work and leaves a core idle half of the time: two files at once, whole jobs first,
 # and files of ranks one after the other (tests/conftest.py).
 # A worker that dies ends the run: with a new one in its place pytest-xdist 3.8 may wait for ever.
-"$VENV_PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+"$VENV_PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10
 # Triton stays out of the other tests' environment, see requirements/triton.lock.
 PYTHONPATH="$VENV/triton" "$VENV_PYTHON" -m pytest tests/head/test_triton.py tests/rollout/test_triton_sums.py
 wait "$types"
