@@ -50,8 +50,11 @@ def _check(arguments: argparse.Namespace) -> int:
     try:
         ranks = arguments.tp * arguments.pp * arguments.cp
         cut = Megatron(
-            tensor_parallel_size=arguments.tp, pipeline_parallel_size=arguments.pp, context_parallel_size=arguments.cp,
-            sequence_parallel_enable=arguments.sp, virtual_pipeline_size=arguments.vp,
+            tensor_parallel_size=arguments.tp,
+            pipeline_parallel_size=arguments.pp,
+            context_parallel_size=arguments.cp,
+            sequence_parallel_enable=arguments.sp,
+            virtual_pipeline_size=arguments.vp,
             decoder_first_pipeline_num_layers=arguments.first_layers,
             decoder_last_pipeline_num_layers=arguments.last_layers,
         )
@@ -59,10 +62,8 @@ def _check(arguments: argparse.Namespace) -> int:
         if wrong := [problem for _, problem in layout.problems(_FLAGS.__getitem__)]:
             raise ValueError("; ".join(wrong))
         shape = read_model_shape(arguments.check)
-        if faults := "; ".join(fault.message for fault in divisible("--check", shape, "megatron", cut)):
-            for field, flag in _FLAGS.items():
-                faults = faults.replace(f"megatron.{field}", flag)
-            raise ValueError(faults)
+        if faults := [fault.message for fault in divisible("--check", shape, _FLAGS.__getitem__, cut)]:
+            raise ValueError("; ".join(faults))
         problems = unaccounted_tensors(HFCheckpoint(arguments.check), shape)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)

@@ -25,7 +25,6 @@ import ray
 
 import openrlhf_ext
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.config.file_rules import SOURCES
 from openrlhf_ext.config.files import inputs_of
 from openrlhf_ext.driver.cluster import (
     TokenRefused,
@@ -142,7 +141,8 @@ def _files_of(config: RunConfig | None) -> list[str]:
     """Paths that the run reads; names that are no paths here (hubs, servers) are left out."""
     if config is None:
         return []
-    found = [path for name in (*config.model_options, *SOURCES) for path in inputs_of(config, name).split(",")]
+    options = (*config.model_options, *config.data_options, *config.code_options)
+    found = [path for name in options for path in inputs_of(config, name).split(",")]
     return [path for path in found if path and os.path.exists(path)]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, format_config, load_config, placement_table
 from openrlhf_ext.config.files import model_folder
+from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.driver import guard, preflight
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.redaction import redact
@@ -131,27 +132,26 @@ def dry_run_json(config: RunConfig, trials: Sequence[preflight.Tried], resumptio
     return status
 
 
-def layout_proofs(config: RunConfig) -> Iterator[str]:
-    """Policy, critic and reward model, every distinct rank built on the meta device from config.json alone."""
+def layout_proofs(config: RunConfig | SupervisedConfig) -> Iterator[str]:
+    """The models that are trained and the reward model, every distinct rank built on the meta device from config.json
+    alone."""
     from openrlhf_ext.megatron.built import DTYPES
     from openrlhf_ext.megatron.model.shape import read_model_shape
     from openrlhf_ext.megatron.settings import layer_converters
     from openrlhf_ext.tools.plan.layout_proof import format_proof, prove_layout
 
     dtype, distributed = DTYPES[config.megatron.param_dtype], config.megatron.distributed_optimizer_enable
-    policy = config.actor.model_name_or_path or ""
-    critic, reward, head = config.critic_model or policy, config.reward.model_name_or_path, config.ds.value_head_prefix
-    models: list[tuple[str, str, Any, str | None, Any]] = [("policy", policy, config.layout, None, None)]
-    if config.has_critic:
-        models.append(("critic", critic, config.critic_layout, head, ()))
-    if config.has_reward_model and reward is not None:
-        models.append(("reward model", reward, config.reward_layout, head, ()))
-    for what, name, layout, value_head, layers in models:
-        if (folder := model_folder(name)) is None:
+    models: list[tuple[str, str | None, Any, str | None]] = [("policy", config.model_path, config.layout, None)]
+    if isinstance(config, RunConfig):
+        head = config.ds.value_head_prefix
+        models += [("critic", config.critic_model, config.critic_layout, head)] if config.has_critic else []
+        reward = ("reward model", config.reward.model_name_or_path, config.reward_layout, head)
+        models += [reward] if config.has_reward_model else []
+    for what, name, layout, value_head in models:
+        if (folder := model_folder(name or "")) is None:
             yield redact(f"{what}: {name} is not on this machine, so no rank of it was built\n")
         else:
-            if layers is None:
-                layers = layer_converters(config, read_model_shape(folder).family)
+            layers = layer_converters(config, read_model_shape(folder).family) if value_head is None else ()
             yield f"{what}, {format_proof(prove_layout(folder, layout, dtype, distributed, value_head, layers))}"
 
 

@@ -14,14 +14,16 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.checkpoints import CheckpointError
-from openrlhf_ext.config import ConfigError, RunConfig, Violation
+from openrlhf_ext.config import ConfigError, Findings
 from openrlhf_ext.config.files import downloaded, tokenizer_fault
-from openrlhf_ext.config.sft import SupervisedConfig, in_own_names, load_supervised
+from openrlhf_ext.config.load import load
+from openrlhf_ext.config.rules import check_supervised
+from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.config.show import format_options
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.redaction import redact
@@ -64,11 +66,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(words: list[str]) -> int:
     """The same; raises ConfigError, CheckpointError, InputError."""
-    config = load_supervised(words, _choice, _too_large)
+    config = load(SupervisedConfig, words, [check_supervised, _findings], choice=_choice)
     if not config.dry_run and (folder := _downloaded(config)) is not None:
         # the rules and the layout are asked again: they are about the model, which is here now
         words = [*words, f"--{_MODEL}", folder]
-        config = load_supervised(words, _choice, _too_large)
+        config = load(SupervisedConfig, words, [check_supervised, _findings], choice=_choice)
     if not config.logger.verbose:
         warnings.simplefilter("ignore")
     if config.dry_run:
@@ -83,19 +85,17 @@ def start(words: list[str]) -> int:
         return run(config)
 
 
-def _choice(policy: RunConfig) -> Mapping[str, Any]:
+def _choice(config: SupervisedConfig) -> Mapping[str, Any]:
     """What ``megatron.layout auto`` comes to."""
     from openrlhf_ext.tools.plan import fit
 
-    return fit.choice(policy)
+    return fit.choice(config)
 
 
-def _too_large(policy: RunConfig) -> Iterator[Violation]:
-    """States that exceed a GPU; there are no engines, for which the planner would have other words."""
+def _findings(config: SupervisedConfig) -> Findings:
     from openrlhf_ext.tools.plan import fit
 
-    found = fit.findings(policy).violations
-    yield from (one for one in found if not any(name.startswith("vllm.") for name in one.options))
+    return fit.findings(config)
 
 
 def launch(config: SupervisedConfig, words: list[str]) -> int:
@@ -173,7 +173,7 @@ def run(config: SupervisedConfig) -> int:
         die_with(int(os.environ[_LAUNCHER]))
     from openrlhf_ext.megatron.settings import training_environment
 
-    os.environ |= training_environment(config.policy)
+    os.environ |= training_environment(config)
     store = None
     if "WORLD_SIZE" not in os.environ:
         store = open_store("127.0.0.1")  # lives as long as this process: `init_process_group` finds it
@@ -190,7 +190,7 @@ def dry_run(config: SupervisedConfig) -> int:
     """Prints warnings, the ranks and their proof, and the configuration; 2 if the model cannot be laid out so, 3 if a
     model or data that is not here leaves it open. Raises ConfigError: lists what going on would refuse."""
     from openrlhf_ext.cli.train_ppo_ray import layout_proofs
-    from openrlhf_ext.driver.preflight import trained_models, unseen_inputs
+    from openrlhf_ext.driver.preflight import trained_model, unseen_inputs
     from openrlhf_ext.imports import without_collection
     from openrlhf_ext.patches import apply
 
@@ -201,7 +201,7 @@ def dry_run(config: SupervisedConfig) -> int:
 
     model = config.model.model_name_or_path or ""
     there = Path(model).is_dir() and tokenizer_fault(model, chat=False) is None
-    there = there and config.data.dataset is not None and not unseen_inputs(config.policy)
+    there = there and config.data.dataset is not None and not unseen_inputs(config)
     try:
         made = read_examples(config)[0] if there else None
     except InputError as error:
@@ -211,13 +211,13 @@ def dry_run(config: SupervisedConfig) -> int:
     def examples() -> dict[str, str]:
         return {} if made is None else {"examples": fingerprint(made)}
 
-    resumption = check_resume(config, {"model": trained_models(config.policy)["policy"]}, examples)
+    resumption = check_resume(config, {"model": trained_model(config)}, examples)
     try:
-        proofs = [*layout_proofs(config.policy)]
+        proofs = [*layout_proofs(config)]
     except (LayoutProofError, InputError) as error:
         print(f"would not start: the model cannot be laid out as configured\n{error}", file=sys.stderr)
         return 2
-    unseen = [*map(in_own_names, unseen_inputs(config.policy))]
+    unseen = unseen_inputs(config)
     text = f"cannot say: {'; '.join(unseen)}: not on this machine" if unseen else "would start"
     lines = [*resumption, *(f"  - {warning}" for warning in config.warnings)]
     if made is not None:

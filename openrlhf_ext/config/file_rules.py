@@ -23,9 +23,9 @@ from openrlhf_ext.config.files import (
     tokenizer_fault,
 )
 from openrlhf_ext.config.run_config import RunConfig
+from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.inputs import InputError, similar_path
 from openrlhf_ext.options import Violation, leaf_fields, value_of
-from openrlhf_ext.options.sections import Data
 from openrlhf_ext.options.sections.evaluation import named_parts
 from openrlhf_ext.redaction import HIDDEN, lacks_a_secret
 
@@ -44,10 +44,6 @@ _OUTPUTS = {
     "logger.figure_path": False,
 }  # fmt: skip
 _BESIDE_METRICS = ("events.jsonl", "samples.jsonl")  # written in the folder of logger.metrics_path
-SOURCES = (
-    "data.prompt_dataset", "eval.dataset", "reward.remote_url", "eval.remote_url", "train.agent_func_path",
-    "algo.module_path",
-)  # fmt: skip
 # bytes per parameter: the weights, and Adam's two moments in fp32; fp32 master weights beside bf16 ones
 _WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
 _RESUMABLE_BYTES = {"fp32": 4 + 8, "bf16": 2 + 4 + 8}
@@ -91,21 +87,49 @@ def _hidden_violations(config: RunConfig) -> Iterator[Violation]:
 
 def _prompt_violations(config: RunConfig) -> Iterator[Violation]:
     data = config.data
+    wanted = Wanted(data.input_key, data.label_key, data.apply_chat_template)
     if data.prompt_dataset is not None:
         counts: list[int | None] = []
-        yield from dataset_violations("data.prompt_dataset", data.prompt_dataset, data, counts)
+        yield from _dataset_violations("data.prompt_dataset", data.prompt_dataset, wanted, counts)
         yield from _prompt_count_violations(counts, data.max_samples, config.rollout.batch_size)
-        yield from split_violations("data.prompt_split", data.prompt_split, "data.prompt_dataset", data.prompt_dataset)
+        yield from _split_violations("data.prompt_split", data.prompt_split, "data.prompt_dataset", data.prompt_dataset)
     if config.eval.paths is not None:
-        yield from dataset_violations("eval.dataset", config.eval.paths, data, [])
-        yield from split_violations("eval.split", config.eval.split, "eval.dataset", config.eval.paths)
+        yield from _dataset_violations("eval.dataset", config.eval.paths, wanted, [])
+        yield from _split_violations("eval.split", config.eval.split, "eval.dataset", config.eval.paths)
 
 
-def dataset_violations(
-    option: str, value: str, data: Data, counts: list[int | None], answers: bool = False
+def example_violations(config: SupervisedConfig) -> Iterator[Violation]:
+    """Examples of supervised fine-tuning are given, and have answers."""
+    data, plain = config.data, config.model.pretrain_mode_enable
+    if data.dataset is None and not config.dry_run:
+        yield Violation(("data.dataset",),
+            "data.dataset is required: a .jsonl file of examples, a folder or a hub name")
+    if not (data.apply_chat_template or data.output_key or plain):
+        yield Violation(("data.output_key", "data.apply_chat_template", "model.pretrain_mode_enable"),
+            "data.output_key is required, the key of the answers: without it only a chat (data.apply_chat_template) or "
+            "plain text (model.pretrain_mode_enable) can be trained on")
+    if data.multiturn and data.output_key is not None:
+        yield Violation(("data.multiturn", "data.output_key"),
+            f"data.multiturn reads whole chats of data.input_key: leave data.output_key {data.output_key} out")
+    wanted = wanted_examples(config)
+    of = (("data.dataset", data.dataset, "data.dataset_split", data.dataset_split),
+          ("eval.dataset", config.eval.dataset, "eval.split", config.eval.split))
+    for option, datasets, split_option, split in of:
+        if datasets is not None:
+            yield from _dataset_violations(option, datasets, wanted, [])
+            yield from _split_violations(split_option, split, option, datasets)
+
+
+def wanted_examples(config: SupervisedConfig) -> Wanted:
+    data, plain = config.data, config.model.pretrain_mode_enable
+    label = None if plain else data.output_key
+    return Wanted(data.input_key, label, data.apply_chat_template, not plain, "data.output_key")
+
+
+def _dataset_violations(
+    option: str, value: str, wanted: Wanted, counts: list[int | None]
 ) -> Iterator[Violation]:
-    """Each dataset exists, and all of its records have the keys and the prompt form that will be read, with ``answers``
-    an answer that can be trained on.
+    """Each dataset exists, and all of its records have the keys and the prompt form that will be read.
 
     ``counts`` gets the number of records of each dataset, None where it is not known.
     """
@@ -122,17 +146,16 @@ def dataset_violations(
             yield Violation((option,), f"{option} must be {forms}: got {dataset.path}")
         else:
             try:
-                wanted = Wanted(data.input_key, data.label_key, data.apply_chat_template, answers)
                 scan = scan_records(dataset.path, wanted)
             except InputError as error:
                 yield Violation((option,), f"{option}: {error}")
                 continue
             if scan is not None:
-                yield from _record_violations(option, dataset.path, scan, data)
+                yield from _record_violations(option, dataset.path, scan, wanted)
                 counts[-1] = scan.records if not scan.faults else None
 
 
-def split_violations(option: str, split: str, dataset_option: str, value: str) -> Iterator[Violation]:
+def _split_violations(option: str, split: str, dataset_option: str, value: str) -> Iterator[Violation]:
     """A data file is one split, which the reader calls train; what splits a folder or a hub name has is seen later."""
     for dataset in dataset_refs(value):
         if split != "train" and dataset.suffix in DATA_SUFFIXES and Path(dataset.path).is_file():
@@ -163,9 +186,9 @@ def _reward_violations(remote_url: str | None, agent_path: str | None) -> Iterat
         yield from _remote_url_violations("reward.remote_url", remote_url)
 
 
-def _record_violations(option: str, path: str, scan: Scan, data: Data) -> Iterator[Violation]:
+def _record_violations(option: str, path: str, scan: Scan, wanted: Wanted) -> Iterator[Violation]:
     missing = False
-    for key_option, key in (("data.input_key", data.input_key), ("data.label_key", data.label_key)):
+    for key_option, key in (("data.input_key", wanted.prompt), (wanted.label_option, wanted.label)):
         if key is not None and key not in scan.keys:
             missing = True
             yield Violation((option, key_option),
@@ -173,15 +196,15 @@ def _record_violations(option: str, path: str, scan: Scan, data: Data) -> Iterat
                 f"{path} has {', '.join(scan.keys) or 'no keys'}")
     if missing:  # every record would be complained about
         return
-    if isinstance(scan.first_prompt, list) and not data.apply_chat_template:
+    if isinstance(scan.first_prompt, list) and not wanted.chat:
         yield Violation((option, "data.input_key", "data.apply_chat_template"),
-            f"data.input_key must name a text unless data.apply_chat_template is on: {data.input_key!r} in "
+            f"data.input_key must name a text unless data.apply_chat_template is on: {wanted.prompt!r} in "
             f"{path} is a list; switch data.apply_chat_template on for lists of messages")
     elif scan.faults:
         more = ", ..." if len(scan.faults) > _FAULTS_SHOWN else ""
-        label = "" if data.label_key is None else f" and a label (data.label_key {data.label_key})"
+        label = "" if wanted.label is None else f" and a label ({wanted.label_option} {wanted.label})"
         yield Violation((option,),
-            f"{option}: every record of {path} must be a JSON object with a prompt (data.input_key {data.input_key})"
+            f"{option}: every record of {path} must be a JSON object with a prompt (data.input_key {wanted.prompt})"
             f"{label}: {', '.join(scan.faults[:_FAULTS_SHOWN])}{more}; mend or remove these records")
 
 
@@ -231,12 +254,12 @@ class Output:
         return Path(self.path).resolve() if self.is_folder else Path(self.path).resolve().parent
 
 
-def output_violations(config: RunConfig) -> Iterator[Violation]:
+def output_violations(config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
     paths = [(option, value_of(config, option), is_folder) for option, is_folder in _OUTPUTS.items()]
     outputs = [Output(option, path, is_folder) for option, path, is_folder in paths if path is not None]
     for output in outputs:
         yield from _writable_violations(output)
-    if config.has_critic and config.critic.save_value_network:
+    if isinstance(config, RunConfig) and config.has_critic and config.critic.save_value_network:
         outputs.append(Output("critic.save_value_network", f"{config.ckpt.output_dir}_critic", True))
     folder = Path(str(config.logger.metrics_path)).parent
     beside = [Output("logger.metrics_path", str(folder / name), False) for name in _BESIDE_METRICS]
@@ -245,7 +268,8 @@ def output_violations(config: RunConfig) -> Iterator[Violation]:
     outputs += beside
     models = _local((option, value_of(config, option)) for option in config.model_options)
     yield from _model_overlap_violations(outputs, models, config.ckpt.path)
-    sources = [(option, ref.path) for option in SOURCES for ref in dataset_refs(inputs_of(config, option))]
+    read = (*config.data_options, *config.code_options)
+    sources = [(option, ref.path) for option in read for ref in dataset_refs(inputs_of(config, option))]
     yield from _source_overlap_violations(outputs, _local(sources))
     yield from _same_file_violations(files)
 

@@ -7,9 +7,8 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -308,6 +307,7 @@ def _elements(path: Path) -> int:
 _FAULTS_KEPT = 6
 _CSV_ROWS = 10_000  # datasets/packaged_modules/csv/csv.py:64; the types of a column are found for so many rows
 _COLUMNS_BYTES = 10 << 20  # datasets/packaged_modules/json/json.py:55: later lines bring no new columns
+_TABLES = {".csv": "CSV", ".parquet": "parquet", ".arrow": "Arrow"}
 Records = Iterator[tuple[str, Any, bool]]  # a place, such as "line 3"; what stands there; whether keys may be new
 
 
@@ -320,6 +320,7 @@ class Wanted:
     label: str | None = None
     chat: bool = False
     answers: bool = False
+    label_option: str = "data.label_key"
 
 
 @dataclass
@@ -360,14 +361,20 @@ def first_record(path: str, wanted: Wanted) -> dict[str, Any] | None:
 
 
 def _has_records(path: str) -> bool:
-    return Path(path).suffix.lower() in (".jsonl", ".json", *_FORMS) and Path(path).is_file()
+    return Path(path).suffix.lower() in DATA_SUFFIXES and Path(path).is_file()
 
 
 def records_of(path: str, wanted: Wanted | None = None) -> Records:
-    """All records of a data file; of a file with columns those that are wanted, None = all. A file whose name does not
-    end in .csv, .parquet or .arrow is read as JSON. InputErrors stand in the place of records that cannot be read.
-    Raises InputError where it cannot be read on."""
-    return _FORMS.get(Path(path).suffix.lower(), _json_records)(path, wanted)
+    """All records of a data file; of parquet and Arrow those columns that are wanted, None = all. A file whose name
+    does not end in .csv, .parquet or .arrow is read as JSON. InputErrors stand in the place of records that cannot be
+    read. Raises InputError where it cannot be read on."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in _TABLES:
+        yield from _json_records(path)
+        return
+    with reading(path, f"as {_TABLES[suffix]}"):
+        rows = _csv_rows(path) if suffix == ".csv" else _arrow_rows(path, wanted)
+        yield from ((f"record {number}", row, True) for number, row in enumerate(rows, start=1))
 
 
 def require_records(records: Any, wanted: Wanted, paths: str) -> None:
@@ -450,7 +457,7 @@ class _Types:
 # ---- forms of files --------------------------------------------------------------------------------------------------
 
 
-def _json_records(path: str, wanted: Wanted | None) -> Records:
+def _json_records(path: str) -> Records:
     """One record on each line, or one array of them."""
     seen = 0
     for number, line in json_lines(path):
@@ -469,61 +476,42 @@ def _record_or_fault(line: bytes) -> Any:
         return error
 
 
-def _csv_records(path: str, wanted: Wanted | None) -> Records:
+def _csv_rows(path: str) -> Iterator[dict[str, Any]]:
     """pandas reads it, as for ``datasets``: NA, null and None are no text to it but a value that is missing."""
     import pandas
 
-    number = count(1)
-    with reading(path, "as CSV"), pandas.read_csv(path, chunksize=_CSV_ROWS) as parts:
+    with pandas.read_csv(path, chunksize=_CSV_ROWS) as parts:
         for part in parts:
             if not isinstance(part.index, pandas.RangeIndex):
                 raise InputError(
                     f"{path}: its rows have more fields than its first line; put texts with commas in quotes"
                 )
-            plain = part.astype(object).where(part.notna(), None)
-            for row in plain.to_dict("records"):
-                yield f"record {next(number)}", {str(key): value for key, value in row.items()}, True
+            yield from part.astype(object).where(part.notna(), None).to_dict("records")
 
 
-def _parquet_records(path: str, wanted: Wanted | None) -> Records:
+def _arrow_rows(path: str, wanted: Wanted | None) -> Iterator[dict[str, Any]]:
+    """Of parquet and of both of Arrow's formats; only the first row has the columns that are not wanted, as null."""
     import pyarrow.parquet
 
-    with reading(path, "as parquet"), pyarrow.parquet.ParquetFile(path) as file:
-        yield from _rows(file.schema_arrow, file.iter_batches(columns=_columns(file.schema_arrow, wanted)), wanted)
-
-
-def _arrow_records(path: str, wanted: Wanted | None) -> Records:
-    import pyarrow
-
-    with reading(path, "as Arrow"), pyarrow.OSFile(path) as file:
-        try:
-            opened = pyarrow.ipc.open_stream(file)
-            batches = iter(opened)
-        except pyarrow.ArrowInvalid:  # the other of Arrow's two formats, as datasets/packaged_modules/arrow/arrow.py:42
-            opened = pyarrow.ipc.open_file(file)
-            batches = map(opened.get_batch, range(opened.num_record_batches))
-        yield from _rows(opened.schema, batches, wanted)
-
-
-def _columns(schema: Any, wanted: Wanted | None) -> list[str]:
-    if wanted is None:
-        return list(schema.names)
-    return [name for name in (wanted.prompt, wanted.label) if name is not None and name in schema.names]
-
-
-def _rows(schema: Any, batches: Iterator[Any], wanted: Wanted | None) -> Records:
-    """Rows of the columns that are read, under all names of the schema in the first of them."""
-    number, columns = count(1), _columns(schema, wanted)
-    for batch in batches:
-        batch.validate(full=True)  # or offsets of a damaged file are followed out of the buffers, and the process dies
-        for row in batch.select(columns).to_pylist() if columns else [{}] * batch.num_rows:
-            place = next(number)
-            yield f"record {place}", {**(dict.fromkeys(schema.names) if place == 1 else {}), **row}, True
-
-
-_FORMS: dict[str, Callable[[str, Wanted | None], Records]] = {
-    ".csv": _csv_records, ".parquet": _parquet_records, ".arrow": _arrow_records,
-}  # fmt: skip
+    with pyarrow.OSFile(path) as file:
+        if path.lower().endswith(".parquet"):
+            parquet = pyarrow.parquet.ParquetFile(file)
+            names = parquet.schema_arrow.names
+            batches = parquet.iter_batches(columns=None if wanted is None else [wanted.prompt, wanted.label])
+        else:
+            try:
+                stream = pyarrow.ipc.open_stream(file)
+                names, batches = stream.schema.names, iter(stream)
+            except pyarrow.ArrowInvalid:  # the other format, as datasets/packaged_modules/arrow/arrow.py:42
+                whole = pyarrow.ipc.open_file(file)
+                names, batches = whole.schema.names, map(whole.get_batch, range(whole.num_record_batches))
+        columns = names if wanted is None else [name for name in (wanted.prompt, wanted.label) if name in names]
+        others = dict.fromkeys(names)
+        for batch in batches:
+            batch.validate(full=True)  # or offsets of a damaged file are followed out of the buffers, and this dies
+            for row in batch.select(columns).to_pylist() if columns else [{}] * batch.num_rows:
+                yield others | row
+                others = {}
 
 
 # ---- models of the hub ----------------------------------------------------------------------------------------------

@@ -32,10 +32,8 @@ from openrlhf_ext.options import (
     value_of,
     value_text,
 )
-from openrlhf_ext.options.sections.algo import OPENRLHF, OPENRLHF_KL, OTHER_ESTIMATORS
-from openrlhf_ext.options.sections.run import Ckpt
-from openrlhf_ext.options.sections.sft import SupervisedCkpt
-from openrlhf_ext.options.table import Configuration, OptionTable, UsageError, from_words
+from openrlhf_ext.options.sections.algo import OTHER_ESTIMATORS
+from openrlhf_ext.options.table import Configuration, OptionTable, UsageError, from_words, table_of
 
 COMMAND_LINE = "command line"
 _SHOWN_UNKNOWN = 20  # options; a file of another program has thousands, and to guess what was meant takes time
@@ -241,7 +239,7 @@ def _add_config_file(line: CommandLine, values: list[str], table: OptionTable) -
 
 def _add_setting(line: CommandLine, name: str, words: list[str], table: OptionTable) -> None:
     option = table.find(name)
-    if option is None and not (table.model is RunConfig and is_earlier(name)):
+    if option is None and not _is_earlier(name, table):
         line.settings.append(Setting(name, words, COMMAND_LINE))  # reported with the unknown names of the files
         return
     try:
@@ -257,6 +255,11 @@ def _add_setting(line: CommandLine, name: str, words: list[str], table: OptionTa
         line.violations.append(Violation((name,), message))
         return
     line.settings.extend(flattened(name, value, COMMAND_LINE))
+
+
+def _is_earlier(name: str, table: OptionTable) -> bool:
+    """Only ``train_ppo_ray`` knows names of earlier releases."""
+    return table.model is RunConfig and table.find(name) is None and is_earlier(name)
 
 
 def _free_value(words: list[str]) -> Any:
@@ -288,54 +291,64 @@ def unknown_option(setting: Setting, table: OptionTable) -> Violation:
 
 # ---- the configuration ----------------------------------------------------------------------------------------------
 
-Rules = Callable[[RunConfig], Findings]
-Choice = Callable[[RunConfig], Mapping[str, Any]]
+Rules = Callable[[C], Findings]
+Choice = Callable[[C], Mapping[str, Any]]
 """Makes the options that a configuration leaves to it, before any rule is asked."""
 CHOSEN = "chosen: megatron.layout auto"
 """Where such an option got its value (``RunConfig.sources``)."""
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", *PIPELINE_ENDS)
 
 
-def load_config(
-    argv: Sequence[str], *, more_rules: Rules | None = None, files: bool = True,
-    defaults: Mapping[str, Any] | None = None, chosen: Iterable[str] = (), choice: Choice | None = None,
-) -> RunConfig:  # fmt: skip
-    """Builds the configuration of a run from command-line words.
+def load(
+    model: type[C], argv: Sequence[str], rules: Sequence[Rules[C]], *, choice: Choice[C] | None = None,
+    defaults: Mapping[str, Any] | None = None, chosen: Iterable[str] = (),
+) -> C:  # fmt: skip
+    """Builds the configuration of a command from its words.
 
     Precedence: defaults, then ``--config`` files in order, then the other words (the last one wins). Relative paths are
     resolved against the current directory. Nothing heavier than pydantic, PyYAML, safetensors and tokenizers is
     imported, unless there is a data file of a form that pandas or pyarrow reads.
 
     Args:
+        model: the options of the command.
         argv: words after the program's name: ``--config FILE.yaml`` (repeatable), ``--section.name value ...``,
             ``--help [section]`` (prints and exits with status 0).
-        more_rules: what else is checked, for the same report; called with a configuration whose types are right, which
-            may break other rules.
-        files: whether data, reward and outputs are needed and looked at; a plan needs none of them.
-        chosen: options that the caller gives other values, so that no rule about them is asked.
+        rules: what is checked, for one report; called with a configuration whose types are right, which may break other
+            rules.
         choice: what ``megatron.layout auto`` comes to; without it the sizes stay as they are.
+        chosen: options that the caller gives other values, so that no rule about them is asked.
 
     Raises:
         ConfigError: lists every violation: unknown names, wrong types, unsupported options, broken rules, absent files.
     """
-    table = option_table()
+    table = table_of(model)
     line = read_command_line(argv, table)
     if line.help_filter is not None:
         own_files = [str(setting.value) for setting in line.settings if setting.name == "algo.module_path"]
-        sys.stdout.write(format_help(line.help_filter, resolve_path(own_files[-1], "input") if own_files else None))
+        own_file = resolve_path(own_files[-1], "input") if own_files else None
+        sys.stdout.write(format_help(line.help_filter, own_file, model))
         raise SystemExit(0)
     settings = [found for name, value in (defaults or {}).items() for found in flattened(name, value, "default")]
     of_files, broken = read_files(line.config_files, table)
-    readable = all(violation.options for violation in broken)
+    if any(not violation.options for violation in broken):
+        rules, choice = (), None  # of a file that could not be read: they would be about defaults that nobody meant
+    draft = Draft(table, [*line.violations, *broken])
+    return _build(model, draft, [*settings, *of_files, *line.settings], rules, choice, chosen)
+
+
+def load_config(
+    argv: Sequence[str], *, more_rules: Rules[RunConfig] | None = None, files: bool = True, **how: Any
+) -> RunConfig:
+    """The configuration of a run, with all of its rules and ``more_rules``; without ``files`` data, reward and outputs
+    are neither needed nor looked at. ``how``: see :func:`load`."""
     rules = [check_config if files else check_settings, *([more_rules] if more_rules is not None else [])]
-    settings += [*of_files, *line.settings]
-    return _build(settings, [*line.violations, *broken], rules if readable else [], chosen, choice)
+    return load(RunConfig, argv, rules, **how)
 
 
 def build_config(values: Mapping[str, Any], *, origin: str = "code", files: bool = True) -> RunConfig:
     """The same from dotted names, for programs and tests: ``build_config({"train.seed": 1, "algo.dapo": {...}})``."""
     settings = [setting for name, value in values.items() for setting in flattened(name, value, origin)]
-    return _build(settings, [], [check_config if files else check_settings])
+    return _build(RunConfig, Draft(option_table(), []), settings, [check_config if files else check_settings])
 
 
 @dataclass
@@ -361,26 +374,24 @@ class Draft:
 
 
 def _build(
-    settings: Sequence[Setting], violations: list[Violation], rules: Sequence[Rules], chosen: Iterable[str] = (),
-    choice: Choice | None = None,
-) -> RunConfig:  # fmt: skip
-    """There are no ``rules`` when a file could not be read: they would be about defaults that nobody meant."""
-    draft = Draft(option_table(), violations)
+    model: type[C], draft: Draft, settings: Sequence[Setting], rules: Sequence[Rules[C]],
+    choice: Choice[C] | None = None, chosen: Iterable[str] = (),
+) -> C:  # fmt: skip
     collect(draft, _todays(draft, settings))
     resolve_paths(draft)
     stand_in(draft)
     _share_gpus(draft)
-    derive_paths(draft.values, RunConfig().ckpt)
-    config = typed(draft, RunConfig)
-    if resolved := {name: value for name, value in _resolved_defaults(config) if not is_set(config, name)}:
+    _derive_paths(draft)
+    config = typed(draft, model)
+    if resolved := {name: value for name, value in config.resolved() if not is_set(config, name)}:
         draft.values |= resolved
-        config = typed(draft, RunConfig)
-    if choice is not None and rules and config.megatron.layout == "auto":
+        config = typed(draft, model)
+    if choice is not None and value_of(config, "megatron.layout") == "auto":
         config._sources = draft.origins
         as_chosen(draft, choice(config))
-        config = typed(draft, RunConfig)
+        config = typed(draft, model)
     note_unsupported(draft, config)
-    if config.strict:
+    if getattr(config, "strict", False):
         draft.violations += [Violation((), line) for line in draft.lines]
     config._sources = draft.origins
     findings = [check(config) for check in rules]
@@ -398,8 +409,7 @@ def _build(
 def _todays(draft: Draft, settings: Sequence[Setting]) -> Iterator[Setting]:
     """The settings with those in names of an earlier OpenRLHF read as today's; a script of 0.8 or 0.9 keeps its
     defaults."""
-    earlier = {setting.name: setting for setting in settings if draft.table.find(setting.name) is None}
-    earlier = {name: setting for name, setting in earlier.items() if is_earlier(name)}
+    earlier = {setting.name: setting for setting in settings if _is_earlier(setting.name, draft.table)}
     if not earlier:
         return iter(settings)
     values, faults = of_earlier({name: setting.value for name, setting in earlier.items()})
@@ -530,26 +540,14 @@ def _path_fault(parts: Iterable[str]) -> str | None:
     return None
 
 
-def derive_paths(values: dict[str, Any], default: Ckpt | SupervisedCkpt) -> None:
+def _derive_paths(draft: Draft) -> None:
     """Paths that follow from others, or from the current directory."""
-    output_dir = values.get("ckpt.output_dir") or resolve_path(default.output_dir, "output")
-    values.setdefault("ckpt.output_dir", output_dir)
-    values.setdefault("ckpt.path", resolve_path(default.path, "output"))
+    values, table = draft.values, draft.table
+    for name in {"ckpt.output_dir", "ckpt.path"} & table.keys():
+        values.setdefault(name, resolve_path(table[name].default, "output"))
     for name, leaf in (("logger.metrics_path", "metrics.jsonl"), ("logger.figure_path", "training.png")):
-        if values.get(name) is None:
-            values[name] = os.fspath(Path(str(output_dir)) / leaf)
-
-
-def _resolved_defaults(config: RunConfig) -> Iterable[tuple[str, Any]]:
-    """Defaults that follow from typed settings, so that the configuration that is shown loads back to the same run."""
-    if config.algo.advantage.estimator in OPENRLHF and config.own_options.get("kl_coef") is None:
-        yield "algo.kl.init_coef", OPENRLHF_KL
-    if config.actor.gradient_checkpointing_enable:
-        yield "megatron.recompute", "full"
-    if config.correction_level != "off":
-        yield "algo.advantage.is_correction_level", config.correction_level
-        yield "algo.advantage.is_correction_mode", config.correction_mode
-        yield "algo.advantage.is_correction_threshold", config.correction_threshold
+        if name in table and values.get(name) is None:
+            values[name] = os.fspath(Path(str(values["ckpt.output_dir"])) / leaf)
 
 
 def typed(draft: Draft, model: type[C]) -> C:

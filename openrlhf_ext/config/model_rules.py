@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from openrlhf_ext.config import precision
 from openrlhf_ext.config.file_rules import tokenizer_violations
 from openrlhf_ext.config.files import has_weights, model_folder, tokenizer_difference, unknown_tokens
 from openrlhf_ext.config.run_config import RunConfig
+from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import PIPELINE_ENDS, ParallelLayout
 from openrlhf_ext.megatron.model.adapter import chosen_adapter
@@ -28,15 +29,8 @@ _MOST_LORA_RANK = 512  # vllm 0.29.0 config/lora.py
 
 def model_violations(config: RunConfig) -> Iterator[Violation]:
     """The rules about the models, where they are local folders: to be asked again when one has been downloaded."""
-    folder = config.actor.model_name_or_path or ""
-    policy, problems = local_shape(_ACTOR, config.actor.model_name_or_path)
-    yield from problems
-    if policy is not None:
-        yield from shape_violations(config, policy, _ACTOR)
-        if has_weights(folder):
-            yield from tokenizer_violations(_ACTOR, folder, chat=config.data.apply_chat_template)
-        if config.ds.lora.enabled:
-            yield from _adapter_rules(config, policy)
+    yield from trained_violations(config, chat=config.data.apply_chat_template)
+    policy, _ = local_shape(_ACTOR, config.actor.model_name_or_path)
     if config.has_critic:
         yield from _critic_rules(config, policy)
     if config.has_reward_model:
@@ -44,6 +38,20 @@ def model_violations(config: RunConfig) -> Iterator[Violation]:
     yield from _scale_rules(config)
     if config.has_guide:
         yield from _guide_rules(config, policy)
+
+
+def trained_violations(config: RunConfig | SupervisedConfig, *, chat: bool) -> Iterator[Violation]:
+    """Those about the model under training; ``chat``: its tokenizer has to have a template."""
+    option, folder = config.model_options[0], config.model_path
+    model, problems = local_shape(option, folder)
+    yield from problems
+    if model is None or folder is None:
+        return
+    yield from shape_violations(config, model, option)
+    if has_weights(folder):
+        yield from tokenizer_violations(option, folder, chat=chat)
+    if config.ds.lora.enabled:
+        yield from _adapter_rules(config, model)
 
 
 def local_shape(option: str, path: str | None) -> tuple[ModelShape | None, list[Violation]]:
@@ -59,16 +67,17 @@ def local_shape(option: str, path: str | None) -> tuple[ModelShape | None, list[
         return None, [Violation((option,), f"{option}: {error}")]
 
 
-def shape_violations(config: RunConfig, model: ModelShape, option: str) -> Iterator[Violation]:
-    """What holds for the policy, and for a guide, which is laid out and sampled from as the policy."""
-    yield from divisible(option, model, "megatron", config.megatron)
-    yield from _heads_divisible(option, model, "vllm.tensor_parallel_size", config.vllm.tensor_parallel_size)
+def shape_violations(config: RunConfig | SupervisedConfig, model: ModelShape, option: str) -> Iterator[Violation]:
+    """What holds for a model under training, and for a guide, which is laid out and sampled from as the policy."""
+    yield from divisible(option, model, "megatron.{}".format, config.megatron)
+    if isinstance(config, RunConfig):
+        yield from _heads_divisible(option, model, "vllm.tensor_parallel_size", config.vllm.tensor_parallel_size)
     yield from _positions(option, model, config.data.max_len)
     yield from precision.layers(option, model, config)
     yield from precision.widths(option, model, config)
 
 
-def _adapter_rules(config: RunConfig, policy: ModelShape) -> Iterator[Violation]:
+def _adapter_rules(config: RunConfig | SupervisedConfig, model: ModelShape) -> Iterator[Violation]:
     lora = config.ds.lora
     name = "ds.lora.path" if lora.path is not None else "ds.lora.rank"
     if config.fp8.enable:
@@ -76,12 +85,12 @@ def _adapter_rules(config: RunConfig, policy: ModelShape) -> Iterator[Violation]
             f"{name} keeps the linear layers' weights in megatron.param_dtype, adapters beside FP8 layers are not "
             "built: got fp8.enable; leave one of the two out")
     try:
-        rank = chosen_adapter(lora, policy.family).rank
+        rank = chosen_adapter(lora, model.family).rank
     except ValueError as error:  # an InputError is one
         name = "ds.lora.path" if lora.path is not None else "ds.lora.target_modules"
         yield Violation((name,), f"{name}: {error}")
         return
-    if rank > _MOST_LORA_RANK and config.vllm.lora == "adapter":
+    if isinstance(config, RunConfig) and rank > _MOST_LORA_RANK and config.vllm.lora == "adapter":
         yield Violation((name, "vllm.lora"),
             f"{name}: an adapter's rank must be at most {_MOST_LORA_RANK} where vLLM adds it: got {rank}; set "
             "vllm.lora merged, or a lower rank")
@@ -93,7 +102,7 @@ def _critic_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viol
     model, problems = local_shape(option, config.critic_model)
     yield from problems if own else []  # other rules are about policy and reward model
     if model is not None:
-        yield from divisible(option, model, "critic.megatron", config.critic_megatron)
+        yield from divisible(option, model, "critic.megatron.{}".format, config.critic_megatron)
         yield from _reads_policy(_CRITIC, model, policy, config) if own else []
 
 
@@ -103,7 +112,7 @@ def _reward_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viol
     yield from problems
     if model is None:
         return
-    yield from divisible(_REWARD, model, "megatron", config.even_megatron)
+    yield from divisible(_REWARD, model, "megatron.{}".format, config.even_megatron)
     yield from _reads_policy(_REWARD, model, policy, config)
     if policy is not None and (difference := unknown_tokens(folder, policy_folder)) is not None:
         yield Violation((_REWARD, _ACTOR),
@@ -160,27 +169,29 @@ def _guide_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viola
             "embeddings of one of them")
 
 
-def divisible(option: str, model: ModelShape, prefix: str, layout: Megatron) -> Iterator[Violation]:
-    """The model of ``option`` can be cut as the layout named ``prefix`` says."""
-    tp, pp = f"{prefix}.tensor_parallel_size", f"{prefix}.pipeline_parallel_size"
+def divisible(
+    option: str, model: ModelShape, named: Callable[[str], str], layout: Megatron
+) -> Iterator[Violation]:
+    """The model of ``option`` can be cut as the layout says; ``named``: what the command calls a field of it."""
+    tp, pp, vp = map(named, ("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size"))
     stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
     cut = ParallelLayout.of(layout, stages)
     yield from _heads_divisible(option, model, tp, layout.tensor_parallel_size)
     if model.ffn_hidden_size % layout.tensor_parallel_size:
         yield _indivisible(option, tp, layout.tensor_parallel_size, "MLP width", model.ffn_hidden_size)
-    uneven = [f"{prefix}.{name}" for name, layers in zip(PIPELINE_ENDS, cut.given_layers, strict=True) if layers]
+    ends = [field for field, layers in zip(PIPELINE_ENDS, cut.given_layers, strict=True) if layers]
+    uneven = [*map(named, ends)]
     if uneven and stages == 1:
         return  # a rule of layouts says so
     try:
         sizes = sorted(set(cut.stage_layers(model.num_layers)))
     except ValueError as error:
-        yield _uneven(option, pp, uneven, model, cut, error) if uneven else _indivisible(
+        yield _uneven(option, pp, uneven, ends[-1], model, cut, error) if uneven else _indivisible(
             option, pp, stages, "layers", model.num_layers
         )
         return
     together = math.gcd(*sizes)
     if together % chunks:
-        vp = f"{prefix}.virtual_pipeline_size"
         got = f"{stages} * {chunks}" if len(sizes) == 1 else f"{chunks} and stages of {_either(sizes)} layers"
         must = f"{pp} * {vp} must divide the model's layers" if len(sizes) == 1 else f"{vp} must divide every stage"
         yield Violation((option, pp, vp, *uneven),
@@ -196,10 +207,9 @@ def divisible(option: str, model: ModelShape, prefix: str, layout: Megatron) -> 
 
 
 def _uneven(
-    option: str, pp: str, given: list[str], model: ModelShape, cut: ParallelLayout, error: ValueError
+    option: str, pp: str, given: list[str], changed: str, model: ModelShape, cut: ParallelLayout, error: ValueError
 ) -> Violation:
-    """Stages with layers of their own that leave the others unlike many, with what the last one given could be."""
-    changed = given[-1].rpartition(".")[2]
+    """Stages with layers of their own leave the others unevenly many; says what the field ``changed`` could be."""
     possible = [layers for layers in range(1, model.num_layers) if _can_be_cut(cut, changed, layers, model.num_layers)]
     wanted = getattr(cut, changed)
     near = sorted(sorted(possible, key=lambda layers: abs(layers - wanted))[:3])

@@ -13,10 +13,11 @@ from typing import Any
 
 from openrlhf_ext.config import precision
 from openrlhf_ext.config.estimator import flag_options, initial_entropy_prompts, old_logprobs
-from openrlhf_ext.config.file_rules import file_violations
+from openrlhf_ext.config.file_rules import example_violations, file_violations, output_violations
 from openrlhf_ext.config.files import dataset_refs, has_weights, inputs_of, is_hub_name, is_url, model_folder
-from openrlhf_ext.config.model_rules import local_shape, model_violations, scaled_models
+from openrlhf_ext.config.model_rules import local_shape, model_violations, scaled_models, trained_violations
 from openrlhf_ext.config.run_config import RunConfig
+from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_value_scale
@@ -55,6 +56,18 @@ def check_settings(config: RunConfig) -> Findings:
     return Findings((*model_violations(config), *of_rules, *found.violations), (*warnings, *found.warnings))
 
 
+def check_supervised(config: SupervisedConfig) -> Findings:
+    """Every rule of supervised fine-tuning."""
+    found = check_sections(config)
+    chat = config.data.apply_chat_template and config.data.tokenizer_chat_template is None
+    rules = (trained_layout, recomputation, precision.parameters, output_violations, example_violations)
+    of_rules = [violation for rule in rules for violation in rule(config)]
+    if config.fp8.rollout_enable:
+        of_rules.append(Violation(("fp8.rollout_enable",),
+            "fp8.rollout_enable is about rollout engines, which supervised training has not: leave it out"))
+    return Findings((*found.violations, *trained_violations(config, chat=chat), *of_rules), found.warnings)
+
+
 def check_sections(config: Configuration) -> Findings:
     """The rules of each section, and options without an effect."""
     sections = list(_sections(config))
@@ -73,8 +86,8 @@ def _sections(section: Section) -> Iterator[Section]:
 # ---- ranks and layouts -------------------------------------------------------------------------------------------
 
 
-def policy_layout(config: RunConfig) -> Iterator[Violation]:
-    yield from _layout_violations("actor", "megatron", config.layout)
+def trained_layout(config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
+    yield from _layout_violations(config.rank_options, "megatron", config.layout)
 
 
 def samples_of_ranks(config: RunConfig) -> Iterator[Violation]:
@@ -98,15 +111,13 @@ def profiled_ranks(config: RunConfig) -> Iterator[Violation]:
 
 def critic_layout(config: RunConfig) -> Iterator[Violation]:
     if config.has_critic:
-        yield from _layout_violations("critic", "critic.megatron", config.critic_layout)
+        ranks = "critic.num_nodes * critic.num_gpus_per_node"
+        yield from _layout_violations(ranks, "critic.megatron", config.critic_layout)
 
 
 def _layout_violations(ranks: str, prefix: str, layout: ParallelLayout) -> Iterator[Violation]:
-    """``prefix`` names the options of the layout, ``ranks`` the section that says how many ranks there are."""
-    named = {
-        "world_size": f"{ranks}.num_nodes * {ranks}.num_gpus_per_node",
-        "sequence_parallel": f"{prefix}.sequence_parallel_enable",
-    }
+    """``prefix`` names the options of the layout, ``ranks`` those whose product is the number of ranks."""
+    named = {"world_size": ranks, "sequence_parallel": f"{prefix}.sequence_parallel_enable"}
     inherited = "" if prefix == "megatron" else f" (what {prefix} leaves out is that of megatron.*)"
     for names, problem in layout.problems(lambda field: named.get(field, f"{prefix}.{field}")):
         yield Violation(tuple(option for name in names for option in name.split(" * ")), problem + inherited)
@@ -121,10 +132,11 @@ def nodes(config: RunConfig) -> Iterator[Violation]:
             f"network: got {tp} and {per_node}; use megatron.pipeline_parallel_size between nodes")
 
 
-def recomputation(config: RunConfig) -> Iterator[Violation]:
-    if config.actor.gradient_checkpointing_enable and config.megatron.recompute == "none":
-        yield Violation(("actor.gradient_checkpointing_enable", "megatron.recompute"),
-            "actor.gradient_checkpointing_enable and megatron.recompute none disagree; keep one of them")
+def recomputation(config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
+    name = f"{config.trained}.gradient_checkpointing_enable"
+    if value_of(config, name) and config.megatron.recompute == "none":
+        yield Violation((name, "megatron.recompute"),
+            f"{name} and megatron.recompute none disagree; keep one of them")
 
 
 def colocation(config: RunConfig) -> Iterator[Violation]:
@@ -426,7 +438,7 @@ def two_names(config: RunConfig) -> Iterator[Violation]:
 
 Rule = Callable[[RunConfig], Iterator[Violation]]
 LAYOUT_RULES: tuple[Rule, ...] = (
-    policy_layout, samples_of_ranks, profiled_ranks, critic_layout, nodes, recomputation, precision.parameters,
+    trained_layout, samples_of_ranks, profiled_ranks, critic_layout, nodes, recomputation, precision.parameters,
     colocation, reference, guide, reward_model,
 )  # fmt: skip
 """Those that ask how models and engines are laid out."""

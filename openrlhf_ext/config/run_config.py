@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
 
 from openrlhf_ext.megatron.layout import PIPELINE_ENDS, ParallelLayout
 from openrlhf_ext.options import Int, added, is_set, no_meaning, not_yet, sections
-from openrlhf_ext.options.sections.algo import GUIDED, MIXED
+from openrlhf_ext.options.sections.algo import GUIDED, MIXED, OPENRLHF, OPENRLHF_KL
 from openrlhf_ext.options.sections.models import FP8
 from openrlhf_ext.options.table import Configuration, OptionTable, table_of
 
@@ -22,6 +23,22 @@ class RunConfig(Configuration):
     (``vllm.gpu_memory_utilization``, ``vllm.sync_backend nccl``) or only on a CPU (``vllm.kv_cache_mib``) are therefore
     checked where the device is known: by the rollout engines and the policy actors at their start.
     """
+
+    usage: ClassVar[str] = """\
+usage: openrlhf-ext train [--config FILE.yaml ...] [--section.name value ...]
+
+Names are OpenRLHF's; options marked + are added by openrlhf_ext. Precedence: defaults, then files in order, then the
+command line. A bare --x.y_enable switches a flag on, true and false are accepted too; null unsets a value.
+--help SECTION shows one group, --help algo.ESTIMATOR the options of one estimator. Options of OpenRLHF that are refused
+are listed at the end.
+"""
+    trained: ClassVar[str] = "actor"
+    """The section of the model under training: its options in messages of rules that all trainers ask."""
+    rank_options: ClassVar[str] = "actor.num_nodes * actor.num_gpus_per_node"
+    data_options: ClassVar[tuple[str, ...]] = ("data.prompt_dataset", "eval.dataset")
+    code_options: ClassVar[tuple[str, ...]] = (
+        "reward.remote_url", "eval.remote_url", "train.agent_func_path", "algo.module_path",
+    )  # fmt: skip
 
     actor: sections.Actor = sections.Actor()
     megatron: sections.Megatron = sections.Megatron()
@@ -67,6 +84,11 @@ class RunConfig(Configuration):
     def training_label(self) -> str:
         """What of the policy's layers progress lines, records and checkpoints must not hide; mostly empty."""
         return self.fp8.training_label
+
+    @property
+    def model_path(self) -> str | None:
+        """Of the model under training."""
+        return self.actor.model_name_or_path
 
     @property
     def has_critic(self) -> bool:
@@ -257,6 +279,16 @@ class RunConfig(Configuration):
         if clips and not is_set(self, "algo.advantage.is_correction_threshold"):
             threshold = _FP8_THRESHOLD
         return [0.0, *threshold] if len(threshold) == 1 else list(threshold)
+
+    def resolved(self) -> Iterable[tuple[str, Any]]:
+        if self.algo.advantage.estimator in OPENRLHF and self.own_options.get("kl_coef") is None:
+            yield "algo.kl.init_coef", OPENRLHF_KL
+        if self.actor.gradient_checkpointing_enable:
+            yield "megatron.recompute", "full"
+        if self.correction_level != "off":
+            yield "algo.advantage.is_correction_level", self.correction_level
+            yield "algo.advantage.is_correction_mode", self.correction_mode
+            yield "algo.advantage.is_correction_threshold", self.correction_threshold
 
 
 def option_table() -> OptionTable:

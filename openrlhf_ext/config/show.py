@@ -15,7 +15,7 @@ from typing import Any
 from openrlhf_ext.config import precision
 from openrlhf_ext.config.estimator import FLAGS, algorithm_options
 from openrlhf_ext.config.files import model_folder
-from openrlhf_ext.config.run_config import RunConfig, option_table
+from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import RANK_ORDER, ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
@@ -38,25 +38,15 @@ from openrlhf_ext.redaction import HIDDEN, redact
 
 _WIDTH = 110
 _ROWS_SHOWN, _ENGINES_SHOWN = 16, 2
-_USAGE = """\
-usage: openrlhf-ext train [--config FILE.yaml ...] [--section.name value ...]
-
-Names are OpenRLHF's; options marked + are added by openrlhf_ext. Precedence: defaults, then files in order, then the
-command line. A bare --x.y_enable switches a flag on, true and false are accepted too; null unsets a value.
---help SECTION shows one group, --help algo.ESTIMATOR the options of one estimator. Options of OpenRLHF that are refused
-are listed at the end.
-"""
 
 
-def format_help(
-    pattern: str = "", own_file: str | None = None, table: OptionTable | None = None, usage: str = _USAGE
-) -> str:
+def format_help(pattern: str = "", own_file: str | None = None, model: type[Configuration] = RunConfig) -> str:
     """The options whose group or name matches ``pattern`` (all by default), grouped, with type, default and help.
 
-    ``own_file``: ``algo.module_path``, for the options of the estimator custom. ``table``: the command's, by default
-    that of ``train_ppo_ray``. Raises ConfigError: nothing matches.
+    ``own_file``: ``algo.module_path``, for the options of the estimator custom. ``model``: the command's options.
+    Raises ConfigError: nothing matches.
     """
-    table = table or option_table()
+    table = table_of(model)
     chosen = _matching(pattern, table)
     if not chosen:
         groups = list(dict.fromkeys(map(group_of, table.values())))
@@ -66,7 +56,8 @@ def format_help(
     supported, refused = supported_and_refused(chosen)
     if len(chosen) == 1 and chosen[0].arity == "open" and (own_file or chosen[0].name != f"algo.{CUSTOM}"):
         supported = list(method_options(chosen[0].name.removeprefix("algo."), own_file))
-    blocks = [usage]
+    blocks = [model.usage]
+    supported.sort(key=lambda option: not option.section)  # those without a section come last
     for group, options in groupby(supported, key=group_of):
         blocks.append("\n".join([f"{group}:", *(_help_entry(option) for option in options)]) + "\n")
     if refused:

@@ -32,6 +32,7 @@ from openrlhf_ext.config.files import (
 )
 from openrlhf_ext.config.model_rules import model_violations
 from openrlhf_ext.config.rules import RESERVED_KEYS
+from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.inputs import InputError, reading
 from openrlhf_ext.megatron.layers.lora import adapters_of
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
@@ -48,7 +49,6 @@ COMPLETION = "0"
 """What a reward function and an agent are given as the model's words."""
 _SHARED, _SHARED_MIB = "/dev/shm", 4  # a run of one rank and one engine starts with 8 MiB and 256 open files, and does
 _OPEN_FILES = 192  # not with none and 64
-_DATA = ("data.prompt_dataset", "eval.dataset")
 _ALGORITHM_S = 60.0
 _SLOW_S = 5.0
 _REWARD_S = 30.0  # however long a grading may take: nobody should wait longer for a trial
@@ -86,7 +86,7 @@ def check_hub_data(config: RunConfig) -> None:
     from datasets import load_dataset_builder
 
     violations = []
-    for option in _DATA:
+    for option in config.data_options:
         for ref in filter(lambda ref: is_hub_name(ref.path), dataset_refs(inputs_of(config, option))):
             try:
                 with reading(ref.path, "from the hub"):
@@ -131,30 +131,35 @@ def tried(config: RunConfig) -> tuple[list[Tried], list[str]]:
     return trials, lines
 
 
-def unseen_inputs(config: RunConfig) -> list[str]:
+def unseen_inputs(config: RunConfig | SupervisedConfig) -> list[str]:
     """Hub names of models and data sets of which nothing is on this machine, with their options."""
     models = [(option, str(value_of(config, option) or "")) for option in config.model_options]
-    inputs = [(name, ref.path) for name in _DATA for ref in dataset_refs(inputs_of(config, name))]
+    inputs = [(name, ref.path) for name in config.data_options for ref in dataset_refs(inputs_of(config, name))]
     unseen = [(option, name) for option, name in models if name and model_folder(name) is None]
     return [f"{option} {name}" for option, name in (*unseen, *(one for one in inputs if is_hub_name(one[1])))]
 
 
 def trained_models(config: RunConfig) -> dict[str, dict[str, Any]]:
     """What a checkpoint has to say of policy and critic to be theirs (``model_faults``), nothing of one not here."""
-    policy = config.actor.model_name_or_path or ""
-    critic = config.critic_model or policy
-    models: dict[str, dict[str, Any]] = {"policy": {}}
-    if os.path.isdir(policy):
-        shape = read_model_shape(policy)
-        models["policy"] = {"shape": asdict(shape), "param_dtype": config.megatron.param_dtype}
-        if (lora := adapters_of(layer_converters(config, shape.family))) is not None:
-            models["policy"]["adapters"] = lora.adapter.options
+    models = {"policy": trained_model(config)}
     if config.has_critic:
         models["critic"] = {}
+        critic = config.critic_model or ""
         if os.path.isdir(critic):
             shape = read_value_shape(critic, config.ds.value_head_prefix)
             models["critic"] = {"shape": asdict(shape), "param_dtype": config.critic_megatron.param_dtype}
     return models
+
+
+def trained_model(config: RunConfig | SupervisedConfig) -> dict[str, Any]:
+    """The same of the model under training."""
+    folder = config.model_path or ""
+    if not os.path.isdir(folder):
+        return {}
+    shape = read_model_shape(folder)
+    model = {"shape": asdict(shape), "param_dtype": config.megatron.param_dtype}
+    lora = adapters_of(layer_converters(config, shape.family))
+    return model if lora is None else model | {"adapters": lora.adapter.options}
 
 
 @contextmanager

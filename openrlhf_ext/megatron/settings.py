@@ -16,7 +16,8 @@ from openrlhf_ext.megatron.model.adapter import chosen_adapter
 from openrlhf_ext.megatron.model.family import Family
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.step.dealing import RowCosts
-from openrlhf_ext.options.sections import Actor, Critic, Megatron, Rollout, Train
+from openrlhf_ext.options.sections import Megatron, Rollout, Train
+from openrlhf_ext.options.sections.models import Optimizer
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class ModelSettings:
     rollout: Rollout = Rollout()  # temperature of log-probs; micro-batches without gradients
     train: Train = Train()  # micro-batches of training; the seed
     converters: tuple[LayerConverter, ...] = ()  # of the decoder's layers, in this order
-    optimizer: Actor | Critic | None = None  # None: a model that is never trained
+    optimizer: Optimizer | None = None  # None: a model that is never trained
     updates: int = 1  # optimizer steps of the whole run
     host_copies: Mapping[str, str] = field(default_factory=dict)  # folders of frozen models of the same shape
     value_head: str = "score"  # of critic and reward model: HF name; ``value_head_prefix`` of its config.json wins

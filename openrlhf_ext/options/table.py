@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, PrivateAttr
 
@@ -37,6 +37,8 @@ def from_words(option: Option, words: Sequence[str]) -> Any:
 class Configuration(Section):
     """All options of a command: frozen, and its paths are their names."""
 
+    usage: ClassVar[str] = ""
+    """What ``--help`` begins with."""
     _warnings: tuple[str, ...] = PrivateAttr(default=())
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -49,6 +51,10 @@ class Configuration(Section):
     def sources(self) -> dict[str, str]:
         """Where each option that was set got its value: ``{"train.seed": "run.yaml:12"}``."""
         return dict(self._sources)
+
+    def resolved(self) -> Iterable[tuple[str, Any]]:
+        """Defaults that follow from typed settings, so that what is shown loads back to the same run."""
+        return ()
 
 
 class OptionTable(dict[str, Option]):

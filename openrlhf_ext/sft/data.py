@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from openrlhf_ext.config.files import Wanted, require_records
+from openrlhf_ext.config.file_rules import wanted_examples
+from openrlhf_ext.config.files import require_records
 from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.inputs import InputError, reading, require_one_beginning
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
@@ -72,7 +73,7 @@ def _tokenized(
             paths, shares, strategy, config.train.seed, max_count=data.max_samples, dataset_split=split
         )
         records = records.select(range(min(data.max_samples, len(records))))
-    wanted = Wanted(data.input_key, None if plain else data.output_key, data.apply_chat_template, not plain)
+    wanted = wanted_examples(config)
     require_records(records, wanted, paths)
     if data.tokenizer_chat_template is not None:
         tokenizer.chat_template = data.tokenizer_chat_template

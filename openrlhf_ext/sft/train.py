@@ -31,6 +31,7 @@ from openrlhf_ext.megatron.step.dealing import deal_rows
 from openrlhf_ext.megatron.step.schedule import sum_over_replicas
 from openrlhf_ext.megatron.watchdog import phase, start_watchdog, wait_for_all
 from openrlhf_ext.options import required
+from openrlhf_ext.options.sections import Rollout, Train
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.run.checkpoints import (
     Checkpointer,
@@ -116,12 +117,12 @@ def _shared_examples(config: SupervisedConfig, ranks: Ranks) -> tuple[SequenceBa
 
 
 def settings(config: SupervisedConfig, updates: int) -> ModelSettings:
-    """What the rank builds: the policy of ``config.policy`` at temperature 1."""
-    policy = config.policy
-    path = required(config.model.model_name_or_path, "model.model_name_or_path")
+    """What the rank builds, at temperature 1."""
+    path = required(config.model_path, "model.model_name_or_path")
+    rollout = Rollout(micro_batch_size=config.train.micro_batch_size)
     return ModelSettings(
-        path, config.layout, config.megatron, policy.rollout, policy.train,
-        layer_converters(config.policy, read_model_shape(path).family), policy.actor, updates,
+        path, config.layout, config.megatron, rollout, Train(**dict(config.train)),
+        layer_converters(config, read_model_shape(path).family), config, updates,
     )  # fmt: skip
 
 

@@ -18,9 +18,9 @@ from benchmarks import real_model, reproduce
 from benchmarks.reproduce import Paper, flat, read_papers
 from openrlhf_ext.cli import evaluate
 from openrlhf_ext.config import build_config, load_config
-from openrlhf_ext.config.sft import load_supervised
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.reporting.names import METRICS
+from tests.config.conftest import load_supervised
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = runpy.run_path(str(ROOT / "examples/python/prepare_data.py"))["parser"]()

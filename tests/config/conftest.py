@@ -10,6 +10,14 @@ from typing import Any
 import pytest
 
 from openrlhf_ext.config import ConfigError, RunConfig, build_config, load_config
+from openrlhf_ext.config.load import load as load_of
+from openrlhf_ext.config.rules import check_supervised
+from openrlhf_ext.config.sft import SupervisedConfig
+
+
+def load_supervised(words: list[str]) -> SupervisedConfig:
+    return load_of(SupervisedConfig, words, [check_supervised])
+
 
 MODEL = {
     "model_type": "qwen2",

@@ -30,7 +30,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
 
 
 def found(shape: ModelShape, **layout: int) -> list[str]:
-    return [v.message for v in divisible("actor.model_name_or_path", shape, "megatron", Megatron(**layout))]
+    return [v.message for v in divisible("actor.model_name_or_path", shape, "megatron.{}".format, Megatron(**layout))]
 
 
 @given(heads=sizes, groups=sizes, layers=sizes, tp=sizes, pp=sizes)

@@ -33,7 +33,7 @@ def test_every_data_parallel_rank_has_a_sample_of_an_update(problems):
 def test_the_ranks_are_whole_copies_of_the_policy(nodes, per_node, tp, pp, cp):
     layout = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "context_parallel_size": cp}
     config = made({"actor.num_nodes": nodes, "actor.num_gpus_per_node": per_node, "megatron": layout})
-    found = list(rules.policy_layout(config))
+    found = list(rules.trained_layout(config))
     assert bool(found) == ((nodes * per_node) % (tp * pp * cp) != 0)
     for violation in found:
         assert f"got {nodes * per_node} ranks, {tp} * {pp} * {cp} = {tp * pp * cp}" in violation.message

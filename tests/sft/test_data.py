@@ -9,10 +9,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from openrlhf_ext.cli import train_sft
-from openrlhf_ext.config.sft import load_supervised
 from openrlhf_ext.inputs import InputError, require_one_beginning
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.sft.data import fingerprint, load_examples, read_examples, save_examples
+from tests.config.conftest import load_supervised
 from tests.models import CHAT_TEMPLATE, make_tiny_policy
 
 pytest.importorskip("openrlhf", reason="examples are read by OpenRLHF's class")

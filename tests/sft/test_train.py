@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf_ext.cli import train_sft
 from openrlhf_ext.cli.report import main as report
-from openrlhf_ext.config.sft import load_supervised
 from openrlhf_ext.locks import FolderLock
 from openrlhf_ext.run.ending import listened
+from tests.config.conftest import load_supervised
 from tests.launch import launch
 from tests.models import make_tiny_policy
 from tests.patience import PATIENCE_S, until

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from openrlhf_ext.options.sections import Actor, Critic, Megatron
+from openrlhf_ext.options.sections.models import Actor, Megatron, Optimizer
 
 # OpenRLHF's (transformers') schedule names -> Megatron's decay style
 DECAY_STYLES = {
@@ -37,7 +37,7 @@ class NoGradientError(RuntimeError):
 
 
 def build_optimizer(
-    models: list[torch.nn.Module], options: Actor | Critic, megatron: Megatron, dtype: torch.dtype
+    models: list[torch.nn.Module], options: Optimizer, megatron: Megatron, dtype: torch.dtype
 ) -> MegatronOptimizer:
     """Adam over DDP-wrapped model chunks; fp32 master weights where parameters are bf16."""
     adam = options.adam
@@ -68,12 +68,12 @@ def _finite_norm(norm: Callable[[], float]) -> float:
     return value
 
 
-def final_lr(options: Actor | Critic) -> float:
+def final_lr(options: Optimizer) -> float:
     """Rate at the end of the schedule; only cosine_with_min_lr does not end at zero."""
     return options.adam.lr * options.min_lr_ratio if options.lr_scheduler == "cosine_with_min_lr" else 0.0
 
 
-def warmup_steps(options: Actor | Critic, updates: int) -> int:
+def warmup_steps(options: Optimizer, updates: int) -> int:
     """Optimizer steps of the linear warm-up; ``lr_scheduler constant`` has none."""
     if options.lr_scheduler == "constant":
         return 0
@@ -81,7 +81,7 @@ def warmup_steps(options: Actor | Critic, updates: int) -> int:
     return math.ceil(options.lr_warmup_ratio * updates) if counted is None else counted
 
 
-def build_scheduler(optimizer: MegatronOptimizer, options: Actor | Critic, updates: int) -> OptimizerParamScheduler:
+def build_scheduler(optimizer: MegatronOptimizer, options: Optimizer, updates: int) -> OptimizerParamScheduler:
     """Linear warm-up, then decay. The k-th update (k >= 1) uses the rate of step k: no update is lost to rate 0."""
     warmup, decay = warmup_steps(options, updates), options.adam.weight_decay
     return OptimizerParamScheduler(

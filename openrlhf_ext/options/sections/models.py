@@ -149,7 +149,33 @@ class Muon(Section):
     no_nesterov: bool = not_yet(False, "switch Muon's Nesterov momentum off", **_MUON)
 
 
-class Actor(Section):
+class Optimizer(Section):
+    """Adam over the optimizer steps of a model, declared once for all that are trained."""
+
+    optim: Literal["adam", "muon"] = not_yet("adam", "optimizer", **_MUON)
+    muon: Muon = Muon()
+    adam: Adam = Adam()
+    lr_scheduler: LrScheduler = option("cosine_with_min_lr",
+        "learning rate over the optimizer steps; constant has no warm-up, only cosine_with_min_lr stays above 0")
+    lr_warmup_ratio: Float = option(0.03, "share of the optimizer steps with a linear warm-up", ge=0, le=1)
+    min_lr_ratio: Float = option(0.1, "final learning rate of cosine_with_min_lr, as a share of the peak", ge=0, le=1)
+    max_norm: Float = option(1.0, "global gradient norm is clipped to this; 0 = no clipping", ge=0)
+
+
+class TrainedModel(Section):
+    """A model under training, of any trainer."""
+
+    model_name_or_path: str | None = option(None,
+        "folder of the Hugging Face checkpoint (qwen2, qwen3, llama), or its hub name; required", path="input")
+    gradient_checkpointing_enable: bool = option(False,
+        "recompute activations in the backward pass; the same as megatron.recompute full")
+    gradient_checkpointing_reentrant: bool = no_meaning(False, "re-entrant form of torch's checkpointing",
+        why="Megatron brings its own recomputation", instead="use megatron.recompute full")
+    aux_loss_coef: Float = not_yet(0, "weight of the load-balancing loss of mixture-of-experts models",
+        why="only dense models are built", instead="set it to 0")
+
+
+class Actor(Optimizer, TrainedModel):
     """The policy under training."""
 
     needs = {"actor.lr_scheduler!=constant": ("lr_warmup_ratio", "lr_warmup_steps"),
@@ -158,10 +184,6 @@ class Actor(Section):
     num_nodes: Int = option(1, "nodes the policy runs on", ge=1, le=2**13)
     num_gpus_per_node: Int = option(8,
         "policy ranks per node: one per GPU, or one per process when the policy runs on CPU", ge=1, le=2**8)
-    gradient_checkpointing_enable: bool = option(False,
-        "recompute activations in the backward pass; the same as megatron.recompute full")
-    gradient_checkpointing_reentrant: bool = no_meaning(False, "re-entrant form of torch's checkpointing",
-        why="Megatron brings its own recomputation", instead="use megatron.recompute full")
     eps_clip: Float = option(0.2,
         "half-width of the clip interval of the ratio; sets clip_low and clip_high of the estimator", gt=0,
         default_text="that of the estimator")
@@ -176,23 +198,11 @@ class Actor(Section):
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = option("token-mean",
         "how token losses are averaged: over all tokens, or per sequence first; sets agg of the estimator",
         default_text="that of the estimator")
-    aux_loss_coef: Float = not_yet(0, "weight of the load-balancing loss of mixture-of-experts models",
-        why="only dense models are built", instead="set it to 0")
     entropy_coef: Float | None = option(None,
         "weight of an entropy bonus: the loss falls by it times the mean entropy of the loss tokens (of all, whatever "
         "actor.loss_agg_mode is); entropy is logged in any case")
-    optim: Literal["adam", "muon"] = not_yet("adam", "optimizer", **_MUON)
-    muon: Muon = Muon()
-    adam: Adam = Adam()
-    lr_scheduler: LrScheduler = option("cosine_with_min_lr",
-        "learning rate over the optimizer steps; constant has no warm-up, only cosine_with_min_lr stays above 0")
-    lr_warmup_ratio: Float = option(0.03, "share of the optimizer steps with a linear warm-up", ge=0, le=1)
     lr_warmup_steps: Int | None = added(None, "optimizer steps with a linear warm-up, where they are counted instead",
         ge=0, default_text="actor.lr_warmup_ratio of all")
-    min_lr_ratio: Float = option(0.1, "final learning rate of cosine_with_min_lr, as a share of the peak", ge=0, le=1)
-    max_norm: Float = option(1.0, "global gradient norm is clipped to this; 0 = no clipping", ge=0)
-    model_name_or_path: str | None = option(None,
-        "folder of the Hugging Face checkpoint (qwen2, qwen3, llama), or its hub name; required", path="input")
     freeze_visual_encoder: bool = not_yet(False, "leave a vision encoder untrained", why="only text models are built",
         instead="leave it out")
 
@@ -218,7 +228,7 @@ class CriticMegatron(Section):
         "sequence parallelism of the critic; null = the policy's if the critic has tensor parallelism")
 
 
-class Critic(Section):
+class Critic(Optimizer):
     """The value model of PPO with GAE; on ranks of its own, used only with algo.advantage.estimator gae."""
 
     needs = {"algo.advantage.estimator=gae": ("*",), "critic.lr_scheduler!=constant": ("lr_warmup_ratio",),
@@ -233,14 +243,7 @@ class Critic(Section):
         "the policy is not trained in the first N + 1 training steps, only the critic is; -1 = it always is", ge=-1)
     save_value_network: bool = option(False,
         "write the critic at the end, in Hugging Face form, to <ckpt.output_dir>_critic")
-    optim: Literal["adam", "muon"] = not_yet("adam", "optimizer of the critic", **_MUON)
-    muon: Muon = Muon()
     adam: CriticAdam = CriticAdam()
-    lr_scheduler: LrScheduler = option("cosine_with_min_lr", "learning rate of the critic over its optimizer steps")
-    lr_warmup_ratio: Float = option(0.03, "share of the critic's optimizer steps with a linear warm-up", ge=0, le=1)
-    min_lr_ratio: Float = option(0.1,
-        "final learning rate of the critic with cosine_with_min_lr, as a share of the peak", ge=0, le=1)
-    max_norm: Float = option(1.0, "global gradient norm of the critic is clipped to this; 0 = no clipping", ge=0)
     model_name_or_path: str | None = option(None,
         "folder or hub name of the critic's checkpoint, with a value head (ds.value_head_prefix) or without; null = "
         "the reward model's, or actor.model_name_or_path where there is none", path="input")

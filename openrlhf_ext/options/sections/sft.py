@@ -5,31 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import datetime
 
-from openrlhf_ext.options import Float, Int, Section, Violation, added, no_meaning, not_yet, option
-from openrlhf_ext.options.sections.models import Adam, DeepSpeedTraining
+from openrlhf_ext.options import Float, Int, Section, Violation, added, no_meaning, option
+from openrlhf_ext.options.sections.models import Adam, DeepSpeedTraining, TrainedModel
 from openrlhf_ext.options.sections.run import Interval, Records, Saved, Texts, Wandb
 
 # an option has its default, its meaning and its bounds, as in a table
 # fmt: off
 
 
-class Model(Section):
+class Model(TrainedModel):
     """The model under training."""
 
-    model_name_or_path: str | None = option(None,
-        "folder of the Hugging Face checkpoint (qwen2, qwen3, llama), or its hub name; required", path="input")
     num_gpus_per_node: Int | None = added(None,
         "ranks that the command starts on this machine, one per GPU, or one per process on CPU; torchrun and other "
         "launchers, which start the command once for every rank, say it themselves", ge=1, le=2**8,
         default_text="the GPUs of this machine, 1 without any")
     pretrain_mode_enable: bool = option(False,
         "train on every token of data.input_key as it stands: continued pretraining, without template and answers")
-    gradient_checkpointing_enable: bool = option(False,
-        "recompute activations in the backward pass; the same as megatron.recompute full")
-    gradient_checkpointing_reentrant: bool = no_meaning(False, "re-entrant form of torch's checkpointing",
-        why="Megatron brings its own recomputation", instead="use megatron.recompute full")
-    aux_loss_coef: Float = not_yet(0, "weight of the load-balancing loss of mixture-of-experts models",
-        why="only dense models are built", instead="set it to 0")
 
 
 class SupervisedData(Texts):

@@ -23,9 +23,11 @@ from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation, val
 from openrlhf_ext.config.file_rules import not_given
 from openrlhf_ext.config.files import is_hub_name, model_folder, unknown_model
 from openrlhf_ext.config.load import CHOSEN
+from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.config.upstream import stands_in
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.options import is_set, nest
+from openrlhf_ext.options.sections import Actor, Advantage, Algo, Data, DeepSpeed, Rollout, Train, WeightSync
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.tools.plan.memory import GIB, Moment
 from openrlhf_ext.tools.plan.search import (
@@ -128,13 +130,15 @@ def _planner(config: RunConfig, device: Device) -> Planner:
 # ---- a layout that is left to us ------------------------------------------------------------------------------------
 
 
-def choice(config: RunConfig) -> dict[str, Any]:
+def choice(config: RunConfig | SupervisedConfig) -> dict[str, Any]:
     """What ``megatron.layout auto`` comes to, as options; none where the model's config.json is not here yet.
 
     The layout as it is written (1 everywhere) where that fits; else the best by the planner's order; else the one that
     lacks least, if its states fit. GPU counts, engines and what the run sets stay; sizes that it gives DeepSpeed do
     where a layout fits with them. Called before the rules are asked, so they may be broken.
     """
+    if isinstance(config, SupervisedConfig):
+        return choice(as_run(config))
     given: dict[str, Any] = {_LAYOUT: "given"}
     if (device := _device_of(config)) is None:
         return given
@@ -212,26 +216,52 @@ def _stands(candidate: Candidate, shared: bool) -> bool:
 
 # ---- what cannot fit ------------------------------------------------------------------------------------------------
 
+# what ``train_sft`` calls the options of its run, see `as_run`
+_SUPERVISED = {
+    "actor.num_nodes": "torchrun's --nnodes", "actor.num_gpus_per_node": "model.num_gpus_per_node",
+    "actor.model_name_or_path": "model.model_name_or_path",
+}  # fmt: skip
 
-def findings(config: RunConfig) -> Findings:
-    """For ``load_config(more_rules=...)``: states that exceed a GPU; what ``megatron.layout auto`` came to."""
+
+def as_run(config: SupervisedConfig) -> RunConfig:
+    """The run whose policy is trained as ``config`` says, for the planner, whose candidates are whole runs; its engines
+    matter to nobody."""
+    ranks = {"num_gpus_per_node": config.world_size}  # of several nodes: more than the option takes
+    return RunConfig(
+        actor=Actor(model_name_or_path=config.model_path).model_copy(update=ranks),
+        megatron=config.megatron, fp8=config.fp8, train=Train(**dict(config.train)),
+        rollout=Rollout(micro_batch_size=config.train.micro_batch_size), data=Data(max_len=config.data.max_len),
+        ds=DeepSpeed(lora=config.ds.lora), weight_sync=WeightSync(bucket_mib=1),
+        algo=Algo(advantage=Advantage(estimator="grpo")),
+    )  # fmt: skip
+
+
+def findings(config: RunConfig | SupervisedConfig) -> Findings:
+    """For ``load(rules=...)``: states that exceed a GPU; what ``megatron.layout auto`` came to."""
+    if isinstance(config, SupervisedConfig):
+        found = _laid_out(as_run(config))
+        return Findings(() if found is None else tuple(_rank_too_large(*found, _SUPERVISED)), ())
     if config.megatron.layout == "auto":
         later = (
             "megatron.layout auto: the sizes are chosen once the model's config.json is here, at the start of the run"
         )
         return Findings((), (later,))
-    if (device := _device_of(config)) is None:
+    if (found := _laid_out(config)) is None:
         return Findings((), ())
+    violations = (*_engine_too_large(*found), *_rank_too_large(*found, {}))
+    is_chosen = any(source.startswith(CHOSEN) for source in config.sources.values())
+    return Findings(violations, (_chosen(config, *found[1:]),) if is_chosen and not violations else ())
+
+
+def _laid_out(config: RunConfig) -> tuple[Planner, Candidate, Device] | None:
+    """None on CPU, before a layout is chosen, and where other rules are broken."""
+    if config.megatron.layout == "auto" or (device := _device_of(config)) is None:
+        return None
     planner = _planner(config, device)
     try:
-        if not planner.is_allowed:  # other rules say so
-            return Findings((), ())
-        laid_out = planner.as_configured()
+        return (planner, planner.as_configured(), device) if planner.is_allowed else None
     except (PlanError, InputError):  # the verdict or the rules say so
-        return Findings((), ())
-    violations = tuple(_too_large(planner, laid_out, device))
-    is_chosen = any(source.startswith(CHOSEN) for source in config.sources.values())
-    return Findings(violations, (_chosen(config, laid_out, device),) if is_chosen and not violations else ())
+        return None
 
 
 def laid_out(config: RunConfig) -> RunConfig:
@@ -288,9 +318,8 @@ def _flow(value: Any) -> str:
     return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value).lower()
 
 
-def _too_large(planner: Planner, laid_out: Candidate, device: Device) -> Iterator[Violation]:
-    config, memory = planner.config, device.memory
-    weights = planner.clock.engine_weights(laid_out.engines)
+def _engine_too_large(planner: Planner, laid_out: Candidate, device: Device) -> Iterator[Violation]:
+    weights, memory = planner.clock.engine_weights(laid_out.engines), device.memory
     if weights > memory:
         enough = next(
             (tp for tp in (2, 4, 8, 16) if weights * laid_out.engines.tensor_parallel_size // tp < memory), 32
@@ -298,22 +327,29 @@ def _too_large(planner: Planner, laid_out: Candidate, device: Device) -> Iterato
         yield Violation(("vllm.tensor_parallel_size", "actor.model_name_or_path"),
             f"vllm.tensor_parallel_size must be at least {enough}: an engine's weights take {weights / GIB:.1f} GiB of "
             f"a GPU, and {device.said} has {memory / GIB:.1f}{device.remedy}")  # fmt: skip
-    shared = config.engines_share_gpus
+
+
+def _rank_too_large(
+    planner: Planner, laid_out: Candidate, device: Device, called: Mapping[str, str]
+) -> Iterator[Violation]:
+    """``called``: options that the command calls otherwise."""
+    config, memory, shared = planner.config, device.memory, planner.config.engines_share_gpus
     if (standing := max((one.standing for one in _decisive(laid_out, shared)), key=_total)).total <= memory:
         return
     layout = laid_out.policy.training.layout
     beside = " with the engine beside it" if shared else ""
     engine = (SHARE, "vllm.num_engines", "vllm.tensor_parallel_size", "ds.enable_sleep", "vllm.enable_sleep")
     ranks = ("actor.num_nodes", "actor.num_gpus_per_node", "actor.model_name_or_path", _LAYOUT, "train.colocate_all")
-    yield Violation((*SIZES, *ranks, *(engine if shared else ())),
+    options = (*SIZES, *ranks, *(engine if shared else ()))
+    yield Violation(tuple(called.get(name, name) for name in options),
         f"{' * '.join(SIZES[:2])} must cut the models so that a rank fits on a GPU{beside}: got "
         f"{layout.tensor_parallel_size} * {layout.pipeline_parallel_size} on {layout.world_size} ranks, with which "
         f"{standing.doing} takes {standing.total / GIB:.1f} GiB before any activation ({_shown(standing)}), and "
         f"{device.said} has {memory / GIB:.1f}; "
-        f"{_remedy(config, device)}{device.remedy}")  # fmt: skip
+        f"{_remedy(config, device, called)}{device.remedy}")  # fmt: skip
 
 
-def _remedy(config: RunConfig, device: Device) -> str:
+def _remedy(config: RunConfig, device: Device, called: Mapping[str, str]) -> str:
     """Sizes that fit, or more GPUs."""
     cuts = (*SIZES, *ENDS, "megatron.sequence_parallel_enable", "megatron.virtual_pipeline_size")
     free, factor = _unset(config, cuts), 1
@@ -324,7 +360,8 @@ def _remedy(config: RunConfig, device: Device) -> str:
             sizes = _written(with_options(more, options), options)
             if factor == 1:
                 return f"leave the sizes out, so that megatron.layout auto chooses them, or use {sizes}"
-            said = ", ".join(f"{name} {count}" for name, count in counts.items())
+            told = {name: count for name, count in counts.items() if count > 1 or not called}
+            said = ", ".join(f"{called.get(name, name)} {count}" for name, count in told.items())
             return f"no layout of these GPUs fits; {said} with {sizes} would do"
         factor *= 2
     shared = f", add ds.enable_sleep and vllm.enable_sleep, or lower {SHARE}" if config.engines_share_gpus else ""

@@ -450,9 +450,11 @@ class Planner:
     def _models_broken(self, config: RunConfig) -> Iterator[Violation]:
         yield from shape_violations(config, self.shape, _ACTOR)
         if config.has_critic:
-            yield from divisible(_CRITIC, self._value_shape, "critic.megatron", config.critic_megatron)
+            yield from divisible(_CRITIC, self._value_shape, "critic.megatron.{}".format, config.critic_megatron)
         if config.has_reward_model:
-            yield from divisible("reward.model_name_or_path", self._reward_shape, "megatron", config.even_megatron)
+            yield from divisible(
+                "reward.model_name_or_path", self._reward_shape, "megatron.{}".format, config.even_megatron
+            )
 
     # ---- one layout -----------------------------------------------------------------------------------------------
 
