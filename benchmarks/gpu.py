@@ -237,8 +237,8 @@ def planned(tokens: int, megatron: dict[str, Any], states: dict[str, Any]) -> in
     from openrlhf_ext.options.sections import Megatron
     from openrlhf_ext.tools.plan.memory import Pass, activations
 
-    work = Pass(tokens, tokens // 2, "flash", megatron=Megatron(**megatron))
-    kept = activations(ModelShape(**RANK), ParallelLayout(1), 0, work, 1).peak
+    work = Pass(tokens, megatron=Megatron(**megatron))
+    kept = activations(ModelShape(**RANK), ParallelLayout(1), 0, work, 1)
     head = 256 * MIB + tokens * 15 // 16 * RANK["hidden_size"] * 4
     return sum(kind["predicted_bytes"] for kind in states.values()) + kept + head
 

@@ -33,8 +33,9 @@ from benchmarks import record
 from openrlhf_ext.config import load_config
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
+from openrlhf_ext.tools.plan.candidate import with_options
 from openrlhf_ext.tools.plan.memory import GIB, Pass, StateOptions, layer_activations, rank_states
-from openrlhf_ext.tools.plan.search import SHARING, Planner, with_options
+from openrlhf_ext.tools.plan.search import SHARING, Planner
 from openrlhf_ext.tools.plan.seconds import Assumptions
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -229,8 +230,9 @@ def syncs(planner: Planner, apart: dict[str, Any]) -> dict[str, Any]:
     for where, options in (("on the policy's GPUs", {}), ("on others", apart)):
         own = dataclasses.replace(planner, config=with_options(planner.config, options))
         best = own.candidates(64)[0]
-        ways = {way: dataclasses.asdict(one) | {"seconds": one.seconds} for way, one in own.syncs(best).items()}
-        layout, engines = best.policy.training.layout, best.engines
+        times = own.clock.syncs(best.policy, best.engines)
+        ways = {way: dataclasses.asdict(one) | {"seconds": one.seconds} for way, one in times.items()}
+        layout, engines = best.policy.layout, best.engines
         degrees = f"TP {layout.tensor_parallel_size}, PP {layout.pipeline_parallel_size}"
         said = f"{degrees}, {layout.world_size} ranks; {engines.count} x {engines.tensor_parallel_size}"
         found[where] = {"layout": said, "ways": ways}
@@ -255,8 +257,8 @@ def corrections(shape: ModelShape) -> dict[str, Any]:
     """What the formula lacks, by plan's own counts."""
     tokens, alone = 4096, ParallelLayout(1)
     sbh = tokens * shape.hidden_size
-    layer = layer_activations(shape, alone, Pass(tokens, tokens))
-    fp8 = layer_activations(shape, alone, Pass(tokens, tokens, fp8=True))
+    layer = layer_activations(shape, alone, Pass(tokens))
+    fp8 = layer_activations(shape, alone, Pass(tokens, fp8=True))
     formulas = 18 + 4 * shape.ffn_hidden_size / shape.hidden_size
     saved = round((fp8.total - layer.total) / sbh, 2)
     return {

@@ -305,8 +305,7 @@ def _check_gpus(report: ClusterReport, config: RunConfig | None) -> None:
             report.error(node, text, "start Ray there with as many as there are (NODE_GPUS), see nvidia-smi")
     if config is None:
         return
-    own_gpus = config.engine_workers if with_gpus and not config.engines_share_gpus else 0
-    needed, there = config.training_gpus + own_gpus, sum(counted.values())
+    needed, there = config.gpus if with_gpus else config.training_gpus, sum(counted.values())
     if needed > there:
         text = f"the run needs {needed} GPUs, Ray counts {there:g}"
         report.error("cluster", text, "add nodes, or use fewer ranks (actor.num_nodes) or engines (vllm.num_engines)")

@@ -17,13 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.cli.main import CommandParser, positive, silence_libraries
-from openrlhf_ext.config import ConfigError, RunConfig, load_config
+from openrlhf_ext.config import ConfigError, RunConfig, load_config, value_of
 from openrlhf_ext.config.show import modeline
 from openrlhf_ext.inputs import InputError
+from openrlhf_ext.options import nest
+from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.outputs import aligned, write_text
 
 if TYPE_CHECKING:
-    from openrlhf_ext.tools.plan.search import Candidate, Planner
+    from openrlhf_ext.megatron.layout import ParallelLayout
+    from openrlhf_ext.tools.plan.candidate import Candidate
+    from openrlhf_ext.tools.plan.search import Planner
 
 _GIB = 1 << 30
 _SHOWN = 10
@@ -40,14 +44,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments, words = _parse(argv)
     if arguments.source is not None:
         return _translate([arguments.source, *words], arguments.gpus)
-    from openrlhf_ext.tools.plan.search import PlanError, Planner
+    from openrlhf_ext.tools.plan.candidate import PlanError
+    from openrlhf_ext.tools.plan.search import Planner
     from openrlhf_ext.tools.plan.seconds import card
 
     try:
         config = _load(words)
         gpu = card(arguments.gpu) or arguments.gpu
         planner = Planner(config, gpu, arguments.response_tokens, arguments.prompt_tokens)
-        gpus = arguments.gpus or planner.configured_gpus
+        gpus = arguments.gpus or planner.config.gpus
         found = planner.candidates(gpus)
     except (ConfigError, InputError, PlanError) as error:
         print(error, file=sys.stderr)
@@ -119,7 +124,6 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterator[str]:
-    from openrlhf_ext.tools.plan.search import binding
     from openrlhf_ext.tools.plan.seconds import STEP_ERROR
 
     best = found[0]
@@ -143,11 +147,12 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
     per_node = planner.config.actor.num_gpus_per_node
     yield f"  nodes of {per_node} GPUs (actor.num_gpus_per_node: give it where they have more than the policy takes)"
     if planner.config.has_critic:
-        where = "on the policy's GPUs, one after the other" if planner.critic_takes_turns else "beside the policy"
+        turns = planner.config.train.colocate_all  # driver/loop.py, ``train``
+        where = "on the policy's GPUs, one after the other" if turns else "beside the policy"
         yield f"  log-probs and train: with a critic {where}"
     yield "  memory: flash attention and TransformerEngine's layers; sequences of a micro-batch fill its budget"
     yield ""
-    yield f"what binds: {binding(best)}."
+    yield f"what binds: {best.binding}."
 
 
 def _head(planner: Planner, gpus: int) -> Iterator[str]:
@@ -162,10 +167,10 @@ def _head(planner: Planner, gpus: int) -> Iterator[str]:
 
 
 def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterator[str]:
-    from openrlhf_ext.tools.plan.search import ALIKE
+    from openrlhf_ext.tools.plan.candidate import ALIKE
 
     fitting = [candidate for candidate in found if candidate.seconds]
-    shown = planner.distinct(fitting)[:_SHOWN]
+    shown = _distinct(fitting)[:_SHOWN]
     yield (f"{len(fitting)} of {len(found)} layouts that the rules allow fit; the fastest, one for every way to cut "
         f"the policy (seconds of a step, GiB of the fullest GPU). Steps within {ALIKE:.0%} count as equal: then the "
         "layout with fewer ranks in a copy is ahead, then the one that takes less memory:")  # fmt: skip
@@ -174,12 +179,27 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
         "rollout", "log-probs", "train", "sync", "step s",
     )  # fmt: skip
     rows = [(str(number), *_row(candidate)) for number, candidate in enumerate(shown, 1)]
-    own = [("now", *_row(planner.as_configured()))] if planner.configured_gpus == gpus and planner.is_allowed else []
+    own = [("now", *_row(planner.as_configured()))] if planner.config.gpus == gpus and planner.is_allowed else []
     yield from (f"  {line}" for line in aligned([header, *rows, *own]))
+    head = planner.clock.head_layers(shown[0].policy)
     yield ("  PP: stages, and the layers of the first, one between and the last where they differ: the last holds the "
-        f"head,\n  which in the first of these rows takes as long as {planner.head_layers(shown[0]):.1f} layers; "
+        f"head,\n  which in the first of these rows takes as long as {head:.1f} layers; "
         "tokens: of a micro-batch on one GPU;\n  engines: number x GPUs of each; share: of a GPU for its engine "
         f"(vllm.gpu_memory_utilization, searched\n  where none is set){'; now: the layout as configured' * len(own)}")
+
+
+def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The best for every way to cut the policy."""
+    best: dict[ParallelLayout, Candidate] = {}
+    for candidate in candidates:
+        best.setdefault(candidate.policy.layout, candidate)
+    return list(best.values())
+
+
+def _disk(planner: Planner) -> dict[str, int]:
+    from openrlhf_ext.tools.plan.memory import checkpoints
+
+    return checkpoints(planner.config, planner.parameters, planner.adapters)
 
 
 def _given(planner: Planner) -> Iterator[str]:
@@ -194,7 +214,7 @@ def _given(planner: Planner) -> Iterator[str]:
 def _levers(planner: Planner, best: Candidate, gpus: int) -> Iterator[str]:
     now = "nothing fits" if best.seconds is None else f"{best.seconds.step:.0f} s"
     yield f"what may help, by a coarse search of each: plan with it for its best layout (now: {now}):"
-    found = planner.levers(gpus, best.policy.training.layout.context_parallel_size)
+    found = planner.levers(gpus, best.policy.layout.context_parallel_size)
     for what, one in sorted(found, key=lambda pair: (pair[1].seconds.step if pair[1].seconds else 1e9, pair[1].short)):
         said = f"lacks {one.short / _GIB:.1f} GiB" if one.seconds is None else f"fits, {one.seconds.step:.0f} s a step"
         if one.seconds is not None and best.seconds is not None and one.seconds.step > _NO_GAIN * best.seconds.step:
@@ -203,8 +223,8 @@ def _levers(planner: Planner, best: Candidate, gpus: int) -> Iterator[str]:
 
 
 def _row(candidate: Candidate) -> tuple[str, ...]:
-    training, engines, seconds = candidate.policy.training, candidate.engines, candidate.seconds
-    layout, megatron = training.layout, training.megatron
+    policy, engines, seconds = candidate.policy, candidate.engines, candidate.seconds
+    layout, megatron = policy.layout, policy.megatron
     selective = megatron.recompute_modules if megatron.recompute == "selective" else ()
     mode = " ".join((megatron.recompute, *selective))
     peaks = {moment.doing: f"{moment.total / _GIB:.1f}" for moment in candidate.moments}
@@ -216,7 +236,7 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
         layout.tensor_parallel_size, _stages(candidate), layout.virtual_pipeline_size,
         layout.context_parallel_size, layout.data_parallel_size,
     )  # fmt: skip
-    tokens, own = "-" if training.budget is None else str(training.budget), f"{candidate.share:g}"
+    tokens, own = "-" if policy.budget is None else str(policy.budget), f"{candidate.share:g}"
     of_engines = f"{engines.count} x {engines.tensor_parallel_size}"
     return (*map(str, degrees), mode, tokens, of_engines, own, peaks["training"], peaks["sampling"], *times)
 
@@ -233,13 +253,14 @@ def _memory(planner: Planner, best: Candidate) -> Iterator[str]:
     for moment in best.moments:
         yield f"  while {moment.doing}, the fullest GPU: {moment.total / _GIB:.1f}"
         yield from _parts(moment.parts)
-    modes = planner.activations_by_mode(best)
-    modes_text = ", ".join(f"{mode} {size / _GIB:.1f}" for mode, size in modes.items())
+    mlp = Megatron(recompute="selective", recompute_modules=("mlp",))
+    modes = {"none": Megatron(), "selective: mlp": mlp, "full": Megatron(recompute="full")}
+    modes_text = ", ".join(f"{name} {best.policy.activations(0, mode) / _GIB:.1f}" for name, mode in modes.items())
     yield f"  activations of the first stage by megatron.recompute: {modes_text}"
     first, last = best.policy.states[0], best.policy.states[-1]
     yield (f"  parameters on a rank: {first.parameters:,} of the first stage, {last.parameters:,} of the last; an "
         f"engine works on {best.concurrency} requests at a time")  # fmt: skip
-    for what, parts in (("host memory of a node", best.host), ("checkpoints on disk", planner.disk())):
+    for what, parts in (("host memory of a node", best.host), ("checkpoints on disk", _disk(planner))):
         yield f"  {what}: {sum(parts.values()) / _GIB:.1f}"
         yield from _parts(parts)
 
@@ -256,7 +277,7 @@ def _sync(planner: Planner, best: Candidate) -> Iterator[str]:
         SLICES: "each worker gets what it holds, as by vLLM's sharded_rdt, which is not called here",
         GLOO: "in host memory",
     }  # fmt: skip
-    for way, one in planner.syncs(best).items():
+    for way, one in planner.clock.syncs(best.policy, best.engines).items():
         yield (f"  {one.seconds:6.2f} s {way} ({said[way]}): {one.moving:.2f} for {one.binds}, {one.calls:.2f} for "
             "calls")  # fmt: skip
 
@@ -267,12 +288,12 @@ def _parts(parts: Mapping[str, int]) -> Iterator[str]:
 
 
 def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> str:
-    from openrlhf_ext.tools.plan.search import SHARE, binding
+    from openrlhf_ext.tools.plan.candidate import SHARE
 
     lines = [f"nothing fits on {gpus} {planner.gpu_name} of {planner.clock.gpu.memory / _GIB:.1f} GiB"]
     if found:
         nearest, moment = found[0], found[0].fullest
-        lines.append(f"what binds: {binding(nearest)}; the nearest layout ({_degrees(nearest)}) needs:")
+        lines.append(f"what binds: {nearest.binding}; the nearest layout ({_degrees(nearest)}) needs:")
         lines += [f"  {moment.total / _GIB:8.2f}  GiB while {moment.doing}", *_parts(moment.parts)]
     else:
         shared = planner.config.engines_share_gpus
@@ -293,7 +314,7 @@ def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> st
 
 
 def _degrees(candidate: Candidate) -> str:
-    layout, recompute = candidate.policy.training.layout, candidate.policy.training.megatron.recompute
+    layout, recompute = candidate.policy.layout, candidate.policy.megatron.recompute
     return (f"TP {layout.tensor_parallel_size}, PP {_stages(candidate)}, CP {layout.context_parallel_size}, "
         f"recompute {recompute}, {layout.world_size} ranks, {candidate.engines.count} engines of "
         f"{candidate.engines.tensor_parallel_size}, vllm.gpu_memory_utilization {candidate.share:g}")  # fmt: skip
@@ -306,13 +327,8 @@ def layout_file(planner: Planner, best: Candidate, gpus: int, argv: Sequence[str
     """The layout as YAML that ``train_ppo_ray --config`` loads on top of a recipe; ``argv`` made it."""
     import yaml
 
-    from openrlhf_ext.config import value_of
-
     options = dict(best.options) | {name: value_of(planner.config, name) for name in _SLEEP}
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in sorted(options.items()):
-        section, _, leaf = name.partition(".")
-        sections.setdefault(section, {})[leaf] = list(value) if isinstance(value, tuple) else value
+    sections = nest({name: [*value] if isinstance(value, tuple) else value for name, value in options.items()})
     fullest = best.fullest
     return (
         f"# {gpus} {planner.gpu_name}, {planner.parameters:,} parameters, sequences of up to "
@@ -335,12 +351,13 @@ def as_json(planner: Planner, found: Sequence[Candidate], gpus: int) -> dict[str
         "flops_per_token": {
             "forward": flops.total / planner.work.length, "training": flops.training / planner.work.length,
         },
-        "allowed": len(found), "fitting": len(fitting), "disk": planner.disk(),
+        "allowed": len(found), "fitting": len(fitting), "disk": _disk(planner),
         "weight_sync_bytes": planner.sent,
         "weight_sync": {
-            way: dataclasses.asdict(one) | {"seconds": one.seconds} for way, one in planner.syncs(fitting[0]).items()
+            way: dataclasses.asdict(one) | {"seconds": one.seconds}
+            for way, one in planner.clock.syncs(fitting[0].policy, fitting[0].engines).items()
         },
-        "layouts": [_candidate_json(candidate) for candidate in planner.distinct(fitting)[:_SHOWN]],
+        "layouts": [_candidate_json(candidate) for candidate in _distinct(fitting)[:_SHOWN]],
         "configured": _candidate_json(planner.as_configured()) if planner.is_allowed else None,
     }  # fmt: skip
 

@@ -201,6 +201,10 @@ are listed at the end.
         return self.train.colocate_all and self.max_staleness == 0
 
     @property
+    def gpus(self) -> int:
+        return self.training_gpus + (0 if self.engines_share_gpus else self.engine_workers)
+
+    @property
     def samples_per_rollout(self) -> int:
         return self.rollout.batch_size * self.rollout.n_samples_per_prompt
 

@@ -356,7 +356,7 @@ def _predicted_bytes(machine: Machine) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         model = _model(machine, policies).write(Path(folder))
         (share,) = prove_layout(model, ParallelLayout(1), torch.bfloat16, distributed_optimizer=True).shares
-    return dict(zip(_KINDS, (share.weight_bytes, share.gradient_bytes, share.optimizer_bytes), strict=True))
+    return dict(zip(_KINDS, (share.states.weights, share.states.gradients, share.states.optimizer), strict=True))
 
 
 def _require_states(policies: ModuleType, policy: Any, predicted: dict[str, int]) -> dict:

@@ -11,11 +11,11 @@ import glob
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,18 +29,9 @@ from openrlhf_ext.inputs import InputError
 from openrlhf_ext.options import is_set, nest
 from openrlhf_ext.options.sections import Actor, Advantage, Algo, Data, DeepSpeed, Rollout, Train, WeightSync
 from openrlhf_ext.redaction import redact
-from openrlhf_ext.tools.plan.memory import GIB, Moment
-from openrlhf_ext.tools.plan.search import (
-    ENDS,
-    SHARE,
-    SIZES,
-    Candidate,
-    PlanError,
-    Planner,
-    lacking,
-    order,
-    with_options,
-)
+from openrlhf_ext.tools.plan.candidate import SHARE, Candidate, PlanError, order, with_options
+from openrlhf_ext.tools.plan.memory import GIB, TOTAL, Moment
+from openrlhf_ext.tools.plan.search import ENDS, SIZES, Planner
 from openrlhf_ext.tools.plan.seconds import GPUS, card
 
 logger = logging.getLogger(__name__)
@@ -51,6 +42,7 @@ _ASK_S = 60.0
 _MOST_GPUS, _NODE = 1024, 8
 _COUNTS = ("actor", "critic", "reward", "ref")
 _PARTS_SHOWN = 5
+Goal = Literal["fits", "stands"]
 
 
 # ---- the GPU --------------------------------------------------------------------------------------------------------
@@ -124,7 +116,7 @@ def _ask_cuda(sender: Connection) -> None:
 
 
 def _planner(config: RunConfig, device: Device) -> Planner:
-    return Planner(config, device.kind, device_memory=device.memory)
+    return Planner(config, device.kind, device_memory=device.memory, own=True)
 
 
 # ---- a layout that is left to us ------------------------------------------------------------------------------------
@@ -154,7 +146,8 @@ def choice(config: RunConfig | SupervisedConfig) -> dict[str, Any]:
 def _left_to_us(config: RunConfig, device: Device) -> dict[str, Any] | None:
     # sizes that came from DeepSpeed's options cut sequences and heads, but no states
     freed = _unset(config, [name for name in SIZES if stands_in(config, name)])
-    tries = [(goal, one) for goal in (_fits, _stands) for one in ([config] if freed is config else [config, freed])]
+    goals: tuple[Goal, ...] = ("fits", "stands")
+    tries = [(goal, one) for goal in goals for one in ([config] if freed is config else [config, freed])]
     found = (_search(_planner(one, device), goal) for goal, one in tries)
     return next((options for options in found if options is not None), None)
 
@@ -168,16 +161,13 @@ def _unset(config: RunConfig, names: Sequence[str]) -> RunConfig:
     return config.model_copy(update={"megatron": default.model_copy(update=kept)})
 
 
-Goal = Callable[[Candidate, bool], bool]
-
-
 def _search(planner: Planner, goal: Goal) -> dict[str, Any] | None:
     """What a layout that reaches the goal sets; nothing where the one as it is written does. None where none does.
 
     A critic has the policy's sizes if any layout does with them.
     """
     config = planner.config
-    if goal is _fits and planner.is_allowed and _fits(planner.as_configured(), config.engines_share_gpus):
+    if goal == "fits" and planner.is_allowed and planner.as_configured().fits:
         return {}
     if (best := _best(planner, goal)) is not None or not config.has_critic:
         return best
@@ -191,27 +181,13 @@ def _best(planner: Planner, goal: Goal) -> dict[str, Any] | None:
     """The share of an engine that is alone stays as it is: with a better one only its seconds are predicted."""
     config, shared = planner.config, planner.config.engines_share_gpus
     found = [*planner.layouts()]
-    good = [candidate for candidate in found if goal(candidate, shared)]
+    good = [candidate for candidate in found if getattr(candidate, goal)]
     if not is_set(config, SHARE) and (not good if shared else any(candidate.short for candidate in good)):
-        good = [one for one in map(planner.with_best_share, found) if goal(one, shared)]
+        good = [one for one in (planner.with_best_share(laid_out.options) for laid_out in found) if getattr(one, goal)]
     if not good:
         return None
     best = min(good, key=order).options
     return {name: value for name, value in best.items() if shared or name != SHARE}
-
-
-def _decisive(candidate: Candidate, shared: bool) -> Sequence[Moment]:
-    """An engine that is alone on its GPU takes the share that it is given, whatever it or the policy needs."""
-    return candidate.moments if shared else candidate.moments[1:]
-
-
-def _fits(candidate: Candidate, shared: bool) -> bool:
-    return all(moment.total <= candidate.memory for moment in _decisive(candidate, shared))
-
-
-def _stands(candidate: Candidate, shared: bool) -> bool:
-    """Whether it fits but for activations, which shorter sequences make smaller."""
-    return all(moment.standing.total <= candidate.memory for moment in _decisive(candidate, shared))
 
 
 # ---- what cannot fit ------------------------------------------------------------------------------------------------
@@ -248,7 +224,7 @@ def findings(config: RunConfig | SupervisedConfig) -> Findings:
         return Findings((), (later,))
     if (found := _laid_out(config)) is None:
         return Findings((), ())
-    violations = (*_engine_too_large(*found), *_rank_too_large(*found, {}))
+    violations = (*_engine_too_large(*found[1:]), *_rank_too_large(*found, {}))
     is_chosen = any(source.startswith(CHOSEN) for source in config.sources.values())
     return Findings(violations, (_chosen(config, *found[1:]),) if is_chosen and not violations else ())
 
@@ -281,10 +257,9 @@ def laid_out(config: RunConfig) -> RunConfig:
 
 
 def _chosen(config: RunConfig, laid_out: Candidate, device: Device) -> str:
-    shared = config.engines_share_gpus
-    fullest, tight = max(_decisive(laid_out, shared), key=_total), any(map(laid_out.tight, _decisive(laid_out, shared)))
-    caution = ", which is tight: parts of the sum are estimates" if tight else ""
-    if not _fits(laid_out, shared):
+    fullest = max(laid_out.decisive, key=TOTAL)
+    caution = ", which is tight: parts of the sum are estimates" if laid_out.tight(fullest) else ""
+    if not laid_out.fits:
         caution = ": activations of the longest sequences are too much, and no other layout of these GPUs takes less"
     made = {name: source for name, source in config.sources.items() if source.startswith(CHOSEN) and name != _LAYOUT}
     instead = [
@@ -297,10 +272,6 @@ def _chosen(config: RunConfig, laid_out: Candidate, device: Device) -> str:
         f"holds {fullest.total / GIB:.1f} of {device.memory / GIB:.1f} GiB of {device.said}{caution}{device.remedy}"
         f"{''.join(instead)}"
     )
-
-
-def _total(moment: Moment) -> int:
-    return moment.total
 
 
 def _written(config: RunConfig, chosen: Iterable[str]) -> str:
@@ -318,8 +289,8 @@ def _flow(value: Any) -> str:
     return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value).lower()
 
 
-def _engine_too_large(planner: Planner, laid_out: Candidate, device: Device) -> Iterator[Violation]:
-    weights, memory = planner.clock.engine_weights(laid_out.engines), device.memory
+def _engine_too_large(laid_out: Candidate, device: Device) -> Iterator[Violation]:
+    weights, memory = laid_out.engines.weights, device.memory
     if weights > memory:
         enough = next(
             (tp for tp in (2, 4, 8, 16) if weights * laid_out.engines.tensor_parallel_size // tp < memory), 32
@@ -334,9 +305,9 @@ def _rank_too_large(
 ) -> Iterator[Violation]:
     """``called``: options that the command calls otherwise."""
     config, memory, shared = planner.config, device.memory, planner.config.engines_share_gpus
-    if (standing := max((one.standing for one in _decisive(laid_out, shared)), key=_total)).total <= memory:
+    if (standing := max((one.standing for one in laid_out.decisive), key=TOTAL)).total <= memory:
         return
-    layout = laid_out.policy.training.layout
+    layout = laid_out.policy.layout
     beside = " with the engine beside it" if shared else ""
     engine = (SHARE, "vllm.num_engines", "vllm.tensor_parallel_size", "ds.enable_sleep", "vllm.enable_sleep")
     ranks = ("actor.num_nodes", "actor.num_gpus_per_node", "actor.model_name_or_path", _LAYOUT, "train.colocate_all")
@@ -356,7 +327,7 @@ def _remedy(config: RunConfig, device: Device, called: Mapping[str, str]) -> str
     while factor * config.world_size <= _MOST_GPUS:
         counts = _on_more(free, factor) if factor > 1 else {}
         more = with_options(free, counts)
-        if (options := _search(_planner(more, device), _fits)) is not None:
+        if (options := _search(_planner(more, device), "fits")) is not None:
             sizes = _written(with_options(more, options), options)
             if factor == 1:
                 return f"leave the sizes out, so that megatron.layout auto chooses them, or use {sizes}"
@@ -409,10 +380,9 @@ def verdict(config: RunConfig) -> Verdict:
         return Verdict(f"{starts}; its memory is not known: {unknown}", tuple(details), True)
     details += _memory_lines(laid_out, device.said)
     if not laid_out.short:
-        decisive = _decisive(laid_out, config.engines_share_gpus)
-        tight = "; memory is tight" if any(laid_out.tight(moment) for moment in decisive) else ""
+        tight = "; memory is tight" if any(map(laid_out.tight, laid_out.decisive)) else ""
         return Verdict(f"{starts}{tight}", tuple(details), True)
-    short = f"does not fit on {device.said}: {lacking(laid_out)}; openrlhf-ext plan finds what does"
+    short = f"does not fit on {device.said}: {laid_out.lacking}; openrlhf-ext plan finds what does"
     if not device.is_known:  # nobody said that it is an H100 where the run will be
         return Verdict(f"{starts}, but it {short}", tuple(details), True)
     return Verdict(f"would fail: it {short}", tuple(details), False)
@@ -429,11 +399,9 @@ def _model_lines(config: RunConfig) -> Iterator[str]:
 
 
 def _places(config: RunConfig) -> Iterator[str]:
-    workers, ranks = config.engine_workers, config.training_ranks
-    shared = config.engines_share_gpus
-    yield (f"GPUs: {config.training_gpus + (0 if shared else workers)}: {ranks} ranks that train or score, "
+    yield (f"GPUs: {config.gpus}: {config.training_ranks} ranks that train or score, "
         f"{config.vllm.num_engines} engines of {config.vllm.tensor_parallel_size} on "
-        f"{'the same' if shared else 'others'}")  # fmt: skip
+        f"{'the same' if config.engines_share_gpus else 'others'}")  # fmt: skip
 
 
 def _memory_lines(laid_out: Candidate, gpu: str) -> Iterator[str]:

@@ -34,10 +34,8 @@ from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read
 from openrlhf_ext.megatron.model.weight_map import HFTensor, Rule, Shard, hf_shapes, hf_tensors, shard_runs
 from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.outputs import aligned
-from openrlhf_ext.tools.plan.memory import COPIES
+from openrlhf_ext.tools.plan.memory import COPIES, GIB, GRADIENT_BYTES, States
 
-_MAIN_GRAD_BYTES = 4  # gradients are accumulated in fp32
-_GIB = 1 << 30
 _RANKS_SHOWN = 6
 _SHARE, _MEMORY = ("tp", "pp", "layers", "parameters"), ("weights", "gradients", "optimizer")
 
@@ -48,28 +46,14 @@ class LayoutProofError(ValueError):
 
 @dataclass(frozen=True)
 class RankShare:
-    """What the ranks with one (tensor, pipeline) coordinate hold; sizes in bytes. The first of them was built.
-
-    Attributes:
-        layers: global layers of each model chunk.
-        optimizer_bytes: Adam's two moments in fp32, and fp32 master weights where parameters are bf16; divided over the
-            data- and context-parallel ranks by the distributed optimizer.
-        copy_bytes: copies of weights that layers keep beside the weights themselves.
-    """
+    """What the ranks with one (tensor, pipeline) coordinate hold; ``layers``: global layers of each model chunk. The
+    first of these ranks was built; its states are without the gaps of a gradient buffer."""
 
     ranks: tuple[int, ...]
     tensor: int
     pipeline: int
     layers: tuple[range, ...]
-    parameters: int
-    weight_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    copy_bytes: int = 0
-
-    @property
-    def state_bytes(self) -> int:
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.copy_bytes
+    states: States
 
 
 @dataclass(frozen=True)
@@ -146,14 +130,10 @@ def _build(
             copies += kept_bytes(converters, chunk.decoder)
     shards = layout.data_parallel_size * layout.context_parallel_size if distributed_optimizer else 1
     trained, per_parameter = (adapters, 8) if lora else (parameters, 8 if dtype == torch.float32 else 12)
-    share = RankShare(
-        ranks=layout.ranks(tensor=place.tensor, stage=place.stage), tensor=place.tensor, pipeline=place.stage,
-        layers=tuple(layers), parameters=parameters,
-        weight_bytes=(parameters - adapters) * dtype.itemsize + adapters * torch.float32.itemsize,
-        gradient_bytes=trained * _MAIN_GRAD_BYTES, optimizer_bytes=-(-trained * per_parameter // shards),
-        copy_bytes=copies,
-    )  # fmt: skip
-    return share, holders, problems
+    weights = (parameters - adapters) * dtype.itemsize + adapters * torch.float32.itemsize
+    states = States(parameters, weights, trained * GRADIENT_BYTES, -(-trained * per_parameter // shards), copies)
+    ranks = layout.ranks(tensor=place.tensor, stage=place.stage)
+    return RankShare(ranks, place.tensor, place.stage, tuple(layers), states), holders, problems
 
 
 def _places(
@@ -233,8 +213,8 @@ def _meta_chunks(
 
 def format_proof(proof: LayoutProof) -> str:
     """One row for all ranks that hold as much of the same layers, and what was proved."""
-    heaviest = max(proof.shares, key=lambda share: share.state_bytes)
-    copies = any(share.copy_bytes for share in proof.shares)
+    heaviest = max(proof.shares, key=lambda share: share.states.total)
+    copies = any(share.states.copies for share in proof.shares)
     header = (*_SHARE, *_MEMORY, *([COPIES] if copies else []), "GiB together", "ranks")
     alike: dict[tuple[Any, ...], list[RankShare]] = defaultdict(list)
     for share in proof.shares:
@@ -247,18 +227,14 @@ def format_proof(proof: LayoutProof) -> str:
 
 
 def _row(shares: Sequence[RankShare], copies: bool) -> tuple[str, ...]:
-    share = shares[0]
+    share, states = shares[0], shares[0].states
     tensor = str(share.tensor) if len(shares) == 1 else f"{share.tensor}-{shares[-1].tensor}"
     ranks = tuple(sorted(rank for one in shares for rank in one.ranks))
-    own = (share.weight_bytes, share.gradient_bytes, share.optimizer_bytes, *((share.copy_bytes,) if copies else ()))
+    own = (states.weights, states.gradients, states.optimizer, *((states.copies,) if copies else ()))
     layers = " ".join(f"{layers[0]}-{layers[-1]}" for layers in share.layers)
-    memory = [f"{size / _GIB:.3f}" for size in (*own, share.state_bytes)]
-    return tensor, str(share.pipeline), layers, f"{share.parameters:,}", *memory, _ranks(ranks)
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    shown = " ".join(map(str, ranks[:_RANKS_SHOWN]))
-    return shown if len(ranks) <= _RANKS_SHOWN else f"{shown} ... ({len(ranks)})"
+    memory = [f"{size / GIB:.3f}" for size in (*own, states.total)]
+    shown = " ".join(map(str, ranks[:_RANKS_SHOWN])) + (f" ... ({len(ranks)})" if len(ranks) > _RANKS_SHOWN else "")
+    return tensor, str(share.pipeline), layers, f"{states.parameters:,}", *memory, shown
 
 
 def _conclusions(proof: LayoutProof, heaviest: RankShare) -> list[str]:
@@ -267,5 +243,5 @@ def _conclusions(proof: LayoutProof, heaviest: RankShare) -> list[str]:
         "those that differ in their data- or context-parallel coordinate only hold the same",
         f"{proof.hf_tensors} HF tensors, {proof.hf_parameters:,} parameters: names and shapes are those of "
         "transformers' model, every entry has exactly one place, every parameter of every rank is filled exactly once",
-        f"the heaviest rank is {heaviest.ranks[0]}: {heaviest.state_bytes / _GIB:.2f} GiB before activations",
+        f"the heaviest rank is {heaviest.ranks[0]}: {heaviest.states.total / GIB:.2f} GiB before activations",
     ]

@@ -2,39 +2,36 @@
 
 States (parameters, fp32 gradients, Adam's) follow from the weight map and from how Megatron's DDP lays them out in its
 gradient buffer; they are exact (tests/tools/plan/test_memory.py compares them with real ranks). Activations are
-those that autograd saves, with the weights left out, by one of two sets of formulas:
-
-* ``LOCAL``: our layers of ``megatron.model.spec`` on a CPU. Measured: within 5 % of what
-  ``torch.autograd.graph.saved_tensors_hooks`` count in real passes.
-* ``FLASH``: TransformerEngine's layers with flash or cuDNN attention in bf16, on a GPU. Read in the libraries: the
-  usual count of 12.8 + 6 f/h bytes for each token and hidden entry of a layer, where attention is grouped 5 to 1.
-  Measured on a GPU with the sizes of a 32B rank, without parallelism (docs/scaling.md); with FP8 not measured.
+those that autograd saves, with the weights left out, with TransformerEngine's layers and flash or cuDNN attention in
+bf16: the usual count of 12.8 + 6 f/h bytes for each token and hidden entry of a layer, where attention is grouped 5 to
+1. Read in the libraries, and measured on a GPU with the sizes of a 32B rank, without parallelism (docs/scaling.md);
+with FP8 not measured.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Literal
+from functools import cache, cached_property
+from operator import attrgetter
 
 import numpy as np
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.megatron.layers import LayerConverter
-from openrlhf_ext.megatron.layers.lora import LoRALayers, adapters_of
+from openrlhf_ext.megatron.layers.lora import adapters_of
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.weight_map import hf_tensors, shard_shape, stage_rules
-from openrlhf_ext.megatron.settings import layer_converters, without_adapters
+from openrlhf_ext.megatron.settings import layer_converters
 from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.ranks.shared_gpu import RESERVE_BYTES, Parts, shared_parts
 
 GIB = 1 << 30
 COPIES = "FP8 copies"
-_GRADIENT_BYTES = 4  # accumulated in fp32
+GRADIENT_BYTES = 4  # accumulated in fp32
 _PARAMETER_UNIT, _BUCKET_UNIT = 64, 128
 """Where parameters begin in the distributed optimizer's buffer, and buckets end (megatron-core 0.16.1
 distributed/param_and_grad_buffer.py:637, 647)."""
@@ -45,8 +42,6 @@ _BUILT = (
     "mlp.linear_fc2.weight",
 )  # fmt: skip
 """Parameters of a layer in the order in which Megatron builds them, in which the buffer has them from its end."""
-
-Kernels = Literal["local", "flash"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +87,12 @@ class StateOptions:
 
 
 @cache
+def entries(shape: ModelShape) -> int:
+    """Of all tensors of a checkpoint: a model's parameters, or those of its adapters."""
+    return sum(math.prod(tensor.shape) for tensor in hf_tensors(shape))
+
+
+@cache
 def chunk_parameters(
     shape: ModelShape, tensor_parallel_size: int, layers: int, first: bool, last: bool
 ) -> tuple[tuple[str, int], ...]:
@@ -111,42 +112,27 @@ def chunk_parameters(
 @cache
 def rank_states(shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions) -> States:
     """States of the ranks of a stage; where ranks share the optimizer's states, of the rank with the largest share."""
-    if (lora := adapters_of(options.converters)) is not None:
-        return _with_adapters(shape, layout, stage, options, lora)
     shards = layout.data_parallel_size * layout.context_parallel_size if options.distributed else 1
-    parameters, entries, owned = 0, 0, np.zeros(shards, dtype=np.int64)
-    stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
-    layers = layout.stage_layers(shape.num_layers)[stage] // chunks
-    for chunk in range(chunks):
-        first, last = stage == chunk == 0, stage == stages - 1 and chunk == chunks - 1
-        named = chunk_parameters(shape, layout.tensor_parallel_size, layers, first, last)
-        tied = shape.tied_embeddings and layout.pipeline_parallel_size > 1
-        bucket_size = options.bucket_size if stage == 0 else None
-        size, own = _buffer(named, shards, options.distributed, bucket_size, tied)
-        parameters += sum(count for _, count in named)
-        entries, owned = entries + size, owned + own
-    return States(
-        parameters,
-        entries * options.param_bytes,
-        entries * _GRADIENT_BYTES,
-        int(owned.max()) * (12 if options.param_bytes == 2 else 8),
-        _copies(shape, layout, stage, options.converters),
-    )
-
-
-def _with_adapters(
-    shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions, lora: LoRALayers
-) -> States:
-    """Frozen weights, and adapters in fp32 with gradients and Adam's two moments."""
-    shards = layout.data_parallel_size * layout.context_parallel_size if options.distributed else 1
-    base = rank_states(shape, layout, stage, replace(options, converters=without_adapters(options.converters)))
-    own, size = lora.shape(shape), layout.tensor_parallel_size
-    chunks = layout.chunk_layers(shape.num_layers)
-    one = sum(math.prod(shard_shape(rule, own, size)) for rule in stage_rules(own, range(1), first=False, last=False))
-    entries = one * sum(len(layers) for (at, _), layers in chunks.items() if at == stage)
-    # frozen weights lie in no buffer, whose parts would be padded
-    weights, optimizer = base.parameters * options.param_bytes + 4 * entries, -(-8 * entries // shards)
-    return States(base.parameters + entries, weights, entries * _GRADIENT_BYTES, optimizer, base.copies)
+    size, stages, chunks = options.param_bytes, layout.pipeline_parallel_size, layout.virtual_pipeline_size
+    layers, tp = layout.stage_layers(shape.num_layers)[stage], layout.tensor_parallel_size
+    held = [
+        chunk_parameters(shape, tp, layers // chunks, stage == chunk == 0, stage == stages - 1 and chunk == chunks - 1)
+        for chunk in range(chunks)
+    ]
+    parameters, copies = sum(count for named in held for _, count in named), _copies(shape, layout, stage, options)
+    if (lora := adapters_of(options.converters)) is not None:  # in fp32; frozen weights lie in no padded buffer
+        own = lora.shape(shape)
+        rules = stage_rules(own, range(1), first=False, last=False)
+        trained = layers * sum(math.prod(shard_shape(rule, own, tp)) for rule in rules)
+        return States(
+            parameters + trained, parameters * size + 4 * trained, trained * GRADIENT_BYTES,
+            -(-8 * trained // shards), copies,
+        )  # fmt: skip
+    tied, bucket_size = shape.tied_embeddings and stages > 1, options.bucket_size if stage == 0 else None
+    buffers = [_buffer(named, shards, options.distributed, bucket_size, tied) for named in held]
+    length, owned = sum(length for length, _ in buffers), np.sum([owned for _, owned in buffers], axis=0)
+    optimizer = int(owned.max()) * (12 if size == 2 else 8)
+    return States(parameters, length * size, length * GRADIENT_BYTES, optimizer, copies)
 
 
 def _buffer(
@@ -197,7 +183,7 @@ def _owned(places: np.ndarray, buckets: list[tuple[int, int]], shards: int) -> n
     return owned
 
 
-def _copies(shape: ModelShape, layout: ParallelLayout, stage: int, converters: Sequence[LayerConverter]) -> int:
+def _copies(shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions) -> int:
     """Of the linear layers' weights (two dimensions), which layers keep beside the weights themselves."""
     chunks = layout.chunk_layers(shape.num_layers)
     numbers = [number for (at, _), range_ in chunks.items() if at == stage for number in range_]
@@ -205,7 +191,7 @@ def _copies(shape: ModelShape, layout: ParallelLayout, stage: int, converters: S
     weights = [(rule.parameter, shard_shape(rule, shape, layout.tensor_parallel_size)) for rule in one]
     return sum(
         c.kept_per_weight(name, number, shape.num_layers) * math.prod(size)
-        for c in converters for number in numbers for name, size in weights if len(size) == 2
+        for c in options.converters for number in numbers for name, size in weights if len(size) == 2
     )  # fmt: skip
 
 
@@ -218,20 +204,21 @@ class LayerActivations:
 
     Attributes:
         input: the layer's input, which is all that recomputation of whole layers keeps.
-        shares_input: the norms keep that tensor itself, and no copy of it.
         attention: everything up to attention and from it to the MLP, without ``core``.
-        core: what attention itself keeps: its operands, its result and their statistics; not what sequences of unlike
-            lengths take besides where they are padded to be computed together, on a host (``model.spec.PaddedRows``).
+        core: what attention itself keeps: its operands, its result and their statistics.
         core_operands: what recomputation of attention (core_attn) keeps in the place of ``core``.
         mlp: norm and MLP; their recomputation keeps their input, as large as ``input``.
+        final: of the final norm and the hidden states that the head sees, which the last stage keeps.
+        shares_input: the norms keep their input itself, and no copy of it.
     """
 
     input: int
-    shares_input: bool
     attention: int
     core: int
     core_operands: int
     mlp: int
+    final: int
+    shares_input: bool = True
 
     @property
     def total(self) -> int:
@@ -244,91 +231,46 @@ class Pass:
 
     Attributes:
         tokens: of a micro-batch on one rank, its context-parallel share.
-        sequence: tokens of each of its sequences, all ranks together; they are taken to be equally long.
-        fp8: linear layers keep their inputs in FP8, one byte an entry (``flash`` only).
+        fp8: linear layers keep their inputs in FP8, one byte an entry.
     """
 
     tokens: int
-    sequence: int
-    kernels: Kernels = "flash"
     param_bytes: int = 2
     fp8: bool = False
     megatron: Megatron = Megatron()
 
 
 def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> LayerActivations:
-    tokens = work.tokens
-    tp, cp, e = layout.tensor_parallel_size, layout.context_parallel_size, work.param_bytes
+    tokens, tp, e = work.tokens, layout.tensor_parallel_size, work.param_bytes
     rows = tokens // tp if layout.sequence_parallel else tokens  # between tensor-parallel regions
     query, heads = tokens * shape.num_heads * shape.head_dim // tp, tokens * shape.num_heads // tp
     key = tokens * max(1, shape.num_kv_heads // tp) * shape.head_dim
     ffn, wide = tokens * shape.ffn_hidden_size // tp, rows * shape.hidden_size
     rope = tokens * 4 * e * shape.head_dim  # cosines and sines, for queries and for keys
-    if work.kernels == "local":
-        norm = wide * (4 + 2 * e) + 4 * rows  # its input in fp32, normalized, scaled
-        qk_norm = ((query + key) * (4 + e) + 8 * heads) if shape.qk_norm else 0
-        # values are a view of all that the projection made; context-parallel ranks gather keys and values
-        operands = e * (2 * query + 3 * key)
-        core = e * (2 * query + cp * 2 * key) + _masks(work, cp) if cp > 1 else operands + e * query
-        core += 4 * heads
-        kept, attention = operands, norm + qk_norm + rope
-        if cp > 1:
-            attention += e * query  # the projection's input: the results of both chunks, put together
-        else:
-            kept += e * query  # the projection shares the result of attention, also where the rest is computed again
-        return LayerActivations(wide * e, e == 4, attention, core, kept, norm + 5 * e * ffn)
     linear_input = 1 if work.fp8 else e
     norm = wide * (e + linear_input) + 4 * rows
     qk_norm = (e * (query + key) + 8 * heads) if shape.qk_norm else 0
-    operands = e * (query + 2 * key)
     # recomputed, attention keeps its arguments, of which the values are a view of all that the projection made; and the
     # projection after it keeps the result of attention (measured: docs/scaling.md)
     kept = e * (2 * query + 3 * key) + (0 if work.fp8 else e * query)
     # attention and the projection after it share the result of attention, unless FP8 makes a copy
-    core = operands + e * query + 4 * heads
+    core = e * (query + 2 * key) + e * query + 4 * heads
     attention = norm + qk_norm + rope + (query if work.fp8 else 0)
-    return LayerActivations(wide * e, True, attention, core, kept, norm + ffn * (2 * e + linear_input))
+    mlp, final = norm + ffn * (2 * e + linear_input), wide * e + 4 * rows
+    return LayerActivations(wide * e, attention, core, kept, mlp, final)
 
 
-@dataclass(frozen=True)
-class Activations:
-    """Bytes that autograd keeps on a rank.
-
-    Attributes:
-        micro_batch: of the rank's layers in one pass of one model chunk.
-        in_flight: passes whose backward pass is still to come, at the most.
-        recomputed: what the backward pass makes again at a time, besides.
-        final: of the final norm and the hidden states that the head sees.
-    """
-
-    micro_batch: int
-    in_flight: int
-    recomputed: int
-    final: int
-
-    @property
-    def peak(self) -> int:
-        """The most at a time; what follows the layers is done with before anything is recomputed."""
-        return self.micro_batch * self.in_flight + max(self.recomputed, self.final)
-
-
-def activations(shape: ModelShape, layout: ParallelLayout, stage: int, work: Pass, micro_batches: int) -> Activations:
-    """Of a stage's ranks in a train step of so many micro-batches; the head's own workspace is not among them."""
-    layer = layer_activations(shape, layout, work)
+def activations(shape: ModelShape, layout: ParallelLayout, stage: int, work: Pass, micro_batches: int) -> int:
+    """The most that autograd keeps at a time on a stage's ranks, in a train step of so many micro-batches; the head's
+    own workspace is not in it."""
+    layer, megatron = layer_activations(shape, layout, work), work.megatron
     layers = layout.stage_layers(shape.num_layers)[stage] // layout.virtual_pipeline_size
-    kept, recomputed = _kept_and_recomputed(layer, layers, work.megatron)
-    if work.megatron.recompute == "full":  # the checkpointed function takes the rotary table of the whole pack
+    kept, recomputed = _kept_and_recomputed(layer, layers, megatron)
+    if megatron.recompute == "full":  # the checkpointed function takes the rotary table of the whole pack
         kept += 4 * work.tokens * layout.context_parallel_size * shape.head_dim
-    rows = work.tokens // layout.tensor_parallel_size if layout.sequence_parallel else work.tokens
-    last = stage == layout.pipeline_parallel_size - 1
-    final = rows * (shape.hidden_size * (work.param_bytes + (4 if work.kernels == "local" else 0)) + 4)
-    return Activations(kept, in_flight(layout, stage, micro_batches), recomputed, final if last else 0)
-
-
-def _masks(work: Pass, ranks: int) -> int:
-    """Masks that attention of a rank's second and later chunks materializes, on the rank that has most of them."""
-    chunk = work.sequence // (2 * ranks)
-    return work.tokens * ranks // work.sequence * chunk * chunk * (2 * ranks + 1) * work.param_bytes
+    final = layer.final if stage == layout.pipeline_parallel_size - 1 else 0
+    # what follows the layers is done with before anything is recomputed
+    return kept * in_flight(layout, stage, micro_batches) + max(recomputed, final)
 
 
 def _kept_and_recomputed(layer: LayerActivations, layers: int, megatron: Megatron) -> tuple[int, int]:
@@ -404,40 +346,6 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Training:
-    """How a model is trained.
-
-    Attributes:
-        budget: tokens of a training micro-batch on one rank; None: ``sequences`` in each.
-        forward_budget, forward_sequences: the same for log-probs.
-        recipe: of FP8; "": layers are not in FP8; ``fp8_modules``: which linears of them are.
-    """
-
-    layout: ParallelLayout
-    megatron: Megatron
-    budget: int | None
-    sequences: int
-    forward_budget: int | None
-    forward_sequences: int
-    near_ranks: int
-    recipe: str = ""
-    fp8_modules: str = "all"
-
-    def per_micro_batch(self, length: int, forward_only: bool = False) -> int:
-        budget = self.forward_budget if forward_only else self.budget
-        if budget is None:
-            return self.forward_sequences if forward_only else self.sequences
-        return max(1, budget * self.layout.context_parallel_size // length)
-
-    def micro_batches(self, samples: int, length: int, forward_only: bool = False) -> int:
-        """Of one data-parallel rank; interleaved schedules take whole rounds of the stages."""
-        rows = math.ceil(samples / self.layout.data_parallel_size)
-        count = math.ceil(rows / self.per_micro_batch(length, forward_only))
-        stages = self.layout.pipeline_parallel_size
-        return -(-count // stages) * stages if self.layout.virtual_pipeline_size > 1 else count
-
-
-@dataclass(frozen=True)
 class Moment:
     """What is on a GPU at a time, by part, in bytes; ``doing`` says when."""
 
@@ -458,88 +366,113 @@ class Moment:
         return max(self.parts, key=lambda name: self.parts[name])
 
 
-@dataclass(frozen=True)
-class TrainedModel:
-    """Policy or critic in a layout; ``states`` are those of the ranks of each stage."""
-
-    shape: ModelShape
-    training: Training
-    states: tuple[States, ...]
-
-    @property
-    def layers(self) -> list[int]:
-        """Of every stage."""
-        return self.training.layout.stage_layers(self.shape.num_layers)
-
-    @property
-    def parameters(self) -> int:
-        return rank_states(self.shape, ParallelLayout(1), 0, StateOptions()).parameters
-
-    @property
-    def fullest(self) -> States:
-        return max(self.states, key=lambda one: one.total)
-
-
-def policy_in(config: RunConfig, shape: ModelShape) -> TrainedModel:
-    megatron, layout = config.megatron, config.layout
-    buckets = megatron.ddp_bucket_size or max(40_000_000, 1_000_000 * layout.data_parallel_size)
-    bucket_size = buckets if megatron.overlap_grad_reduce else None
-    distributed, converters = megatron.distributed_optimizer_enable, layer_converters(config, shape.family)
-    options = StateOptions(param_bytes(megatron), distributed, bucket_size, converters)
-    return _trained_model(shape, policy_training(config), options)
-
-
-def policy_training(config: RunConfig) -> Training:
-    recipe = config.fp8.recipe if config.fp8.enable and not config.fp8.emulate else ""
-    training = _training(config, config.megatron, config.layout, config.actor.num_gpus_per_node, recipe)
-    return replace(training, fp8_modules=config.fp8.modules)
-
-
-def critic_in(config: RunConfig, shape: ModelShape) -> TrainedModel:
-    """The critic as the configuration lays it out; its layers are not in FP8."""
-    megatron, layout = config.critic_megatron, config.critic_layout
-    options = StateOptions(param_bytes(megatron), megatron.distributed_optimizer_enable)
-    training = _training(config, megatron, layout, config.critic.num_gpus_per_node, "")
-    return _trained_model(shape, training, options)
-
-
-def _training(config: RunConfig, megatron: Megatron, layout: ParallelLayout, near_ranks: int, recipe: str) -> Training:
-    train, rollout, dynamic = config.train, config.rollout, config.train.dynamic_batch_enable
-    budget = train.max_tokens_per_gpu if dynamic else None
-    forward_budget = (rollout.max_tokens_per_gpu or train.max_tokens_per_gpu) if dynamic else None
-    sequences, forward_sequences = train.micro_batch_size, rollout.micro_batch_size
-    return Training(layout, megatron, budget, sequences, forward_budget, forward_sequences, near_ranks, recipe)
-
-
-def _trained_model(shape: ModelShape, training: Training, options: StateOptions) -> TrainedModel:
-    stages = range(training.layout.pipeline_parallel_size)
-    return TrainedModel(shape, training, tuple(rank_states(shape, training.layout, at, options) for at in stages))
+TOTAL = attrgetter("total")
 
 
 def param_bytes(megatron: Megatron) -> int:
     return 2 if megatron.param_dtype == "bf16" else 4
 
 
-# ---- on a GPU -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class Trained:
-    """The models that are trained, with what the fullest ranks of each hold: states, and what training adds to them;
-    ``frozen``: bytes of those that only score, by name, where they have ranks of their own."""
+class TrainedModel:
+    """Policy or critic as a configuration lays it out, in a step of ``work``; a critic's layers are not in FP8."""
 
-    policy: TrainedModel
-    critic: TrainedModel | None
-    policy_parts: tuple[Parts, Parts]
-    critic_parts: tuple[Parts, Parts] | None
-    frozen: Parts
+    config: RunConfig
+    work: Workload
+    shape: ModelShape
+    is_critic: bool = False
+
+    @cached_property
+    def megatron(self) -> Megatron:
+        return self.config.critic_megatron if self.is_critic else self.config.megatron
+
+    @cached_property
+    def layout(self) -> ParallelLayout:
+        return self.config.critic_layout if self.is_critic else self.config.layout
+
+    @property
+    def near_ranks(self) -> int:
+        return (self.config.critic if self.is_critic else self.config.actor).num_gpus_per_node
+
+    @property
+    def recipe(self) -> str:
+        """Of FP8; "": no layer is in FP8."""
+        fp8 = self.config.fp8
+        return fp8.recipe if fp8.enable and not fp8.emulate and not self.is_critic else ""
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """Of every stage."""
+        return self.layout.stage_layers(self.shape.num_layers)
+
+    @cached_property
+    def states(self) -> tuple[States, ...]:
+        """Of the ranks of each stage."""
+        own = self.megatron
+        options = StateOptions(param_bytes(own), own.distributed_optimizer_enable)
+        if not self.is_critic:
+            bucket_size = own.ddp_bucket_size or max(40_000_000, 1_000_000 * self.layout.data_parallel_size)
+            converters = layer_converters(self.config, self.shape.family)
+            options = replace(
+                options, bucket_size=bucket_size if own.overlap_grad_reduce else None, converters=converters
+            )
+        return tuple(rank_states(self.shape, self.layout, stage, options) for stage in range(len(self.layers)))
+
+    @cached_property
+    def fullest(self) -> States:
+        return max(self.states, key=TOTAL)
+
+    @property
+    def budget(self) -> int | None:
+        """Tokens of a training micro-batch on one rank; None: it has as many sequences as the run says."""
+        return self.config.train.max_tokens_per_gpu if self.config.train.dynamic_batch_enable else None
+
+    def micro_batches(self, samples: int, forward_only: bool = False) -> tuple[int, float]:
+        """How many a data-parallel rank has, and of how many sequences; interleaved schedules take whole rounds of the
+        stages."""
+        layout, train, rollout = self.layout, self.config.train, self.config.rollout
+        if self.budget is None:
+            sequences = rollout.micro_batch_size if forward_only else train.micro_batch_size
+        else:
+            budget = (forward_only and rollout.max_tokens_per_gpu) or self.budget
+            sequences = max(1, budget * layout.context_parallel_size // self.work.length)
+        rows, stages = math.ceil(samples / layout.data_parallel_size), layout.pipeline_parallel_size
+        count = math.ceil(rows / sequences)
+        count = -(-count // stages) * stages if layout.virtual_pipeline_size > 1 else count
+        return count, rows / count
+
+    @property
+    def _tokens(self) -> int:
+        """Of the largest micro-batch on a rank; a sequence that exceeds the budget is a micro-batch of its own."""
+        longest, cp = self.config.data.max_len, self.layout.context_parallel_size
+        if self.budget is not None:
+            return max(self.budget, math.ceil(longest / cp))
+        return math.ceil(self.config.train.micro_batch_size * longest / cp)
+
+    def activations(self, stage: int, megatron: Megatron) -> int:
+        """Bytes of a stage's ranks, recomputed as ``megatron`` says."""
+        count, _ = self.micro_batches(min(self.work.batch, self.work.samples))
+        one = Pass(self._tokens, param_bytes(self.config.megatron), bool(self.recipe), megatron)
+        return activations(self.shape, self.layout, stage, one, count)
+
+    @cached_property
+    def parts(self) -> tuple[Parts, Parts]:
+        """What the fullest ranks hold: states, and what training adds to them."""
+        stages = [(states.parts, self._working(stage)) for stage, states in enumerate(self.states)]
+        return max(stages, key=lambda parts: sum(parts[0].values()) + sum(parts[1].values()))
+
+    def _working(self, stage: int) -> dict[str, int]:
+        kept, (activated, fragments, head) = self.activations(stage, self.megatron), _WORKING
+        working = {activated: kept, fragments: int(_FRAGMENTS * kept)}
+        if stage == len(self.states) - 1 and self.shape.value_head is None:
+            # its workspace; hidden states of response tokens and their gradient (docs/head.md)
+            tokens = self._tokens * self.work.response_tokens // self.work.length
+            states = tokens * self.shape.hidden_size * 2 * param_bytes(self.config.megatron)
+            working[head] = (self.config.megatron.head_workspace_mib << 20) + states
+        return working
 
 
-def trained(
-    config: RunConfig, work: Workload, policy: TrainedModel, critic: TrainedModel | None, frozen: Parts | None = None
-) -> Trained:
-    critic_parts = None if critic is None else _heaviest(config, work, critic)
-    return Trained(policy, critic, _heaviest(config, work, policy), critic_parts, frozen or {})
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
 
 
 def frozen_weights(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> int:
@@ -552,7 +485,7 @@ def frozen_weights(config: RunConfig, shape: ModelShape, layout: ParallelLayout)
 def adapter_entries(config: RunConfig, shape: ModelShape) -> int:
     """Of A and B of all adapters; 0: the policy has none."""
     lora = adapters_of(layer_converters(config, shape.family))
-    return 0 if lora is None else sum(math.prod(tensor.shape) for tensor in hf_tensors(lora.shape(shape)))
+    return 0 if lora is None else entries(lora.shape(shape))
 
 
 def sends_adapters(config: RunConfig) -> bool:
@@ -604,41 +537,6 @@ def moments(
         awake = {} if asleep else {f"{name} of the policy": size for name, size in states.items()}
         found.append(Moment("training the critic", {**training, **critic_working, **awake}))
     return tuple(Moment(moment.doing, {**moment.parts, **beside}) for moment in found)
-
-
-def _heaviest(config: RunConfig, work: Workload, model: TrainedModel) -> tuple[Parts, Parts]:
-    stages = [_stage(config, work, model, stage) for stage in range(len(model.states))]
-    return max(stages, key=lambda parts: sum(parts[0].values()) + sum(parts[1].values()))
-
-
-def _stage(config: RunConfig, work: Workload, model: TrainedModel, stage: int) -> tuple[Parts, Parts]:
-    kept, states = activation_bytes(config, work, model, stage, model.training.megatron), model.states[stage]
-    activated, fragments, head = _WORKING
-    working = {activated: kept, fragments: int(_FRAGMENTS * kept)}
-    if stage == len(model.states) - 1 and model.shape.value_head is None:
-        working[head] = _head(config, work, model)
-    return states.parts, working
-
-
-def activation_bytes(config: RunConfig, work: Workload, model: TrainedModel, stage: int, megatron: Megatron) -> int:
-    training = model.training
-    count = training.micro_batches(min(work.batch, work.samples), work.length)
-    size = param_bytes(config.megatron)
-    one = Pass(_tokens(config, training), config.data.max_len, "flash", size, bool(training.recipe), megatron)
-    return activations(model.shape, training.layout, stage, one, count).peak
-
-
-def _tokens(config: RunConfig, training: Training) -> int:
-    if training.budget is not None:  # a longer sequence is a micro-batch of its own
-        return max(training.budget, math.ceil(config.data.max_len / training.layout.context_parallel_size))
-    return math.ceil(training.sequences * config.data.max_len / training.layout.context_parallel_size)
-
-
-def _head(config: RunConfig, work: Workload, model: TrainedModel) -> int:
-    """Its workspace; hidden states of response tokens and their gradient (docs/head.md)."""
-    tokens = _tokens(config, model.training) * work.response_tokens // work.length
-    states = tokens * model.shape.hidden_size * 2 * param_bytes(config.megatron)
-    return (config.megatron.head_workspace_mib << 20) + states
 
 
 # ---- elsewhere ------------------------------------------------------------------------------------------------------

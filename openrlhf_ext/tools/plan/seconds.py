@@ -7,17 +7,16 @@ Communication is never hidden behind computation, so layouts that communicate mu
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.megatron.model.flops import BACKWARD, PEAK_BF16_TFLOPS, ForwardFlops
+from openrlhf_ext.megatron.model.flops import BACKWARD, PEAK_BF16_TFLOPS
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.options.sections import Megatron
-from openrlhf_ext.tools.plan.memory import GIB, States, TrainedModel, Training, Workload, param_bytes, sends_adapters
+from openrlhf_ext.tools.plan.memory import GIB, TrainedModel, Workload, entries, param_bytes, sends_adapters
 
 _BF16, _FP32 = 2, 4
 _NODE = 8
@@ -142,27 +141,34 @@ STEP_ERROR = Error(rows=13, median=1.17, worst=1.54)
 """As benchmarks/results/plan_cpu.json has it."""
 
 
+KV_CACHE = "engine: KV cache"
+
+
 @dataclass(frozen=True)
 class Engines:
-    """The rollout engines; each works on ``most`` requests at a time, ``kv_bytes`` are those of one GPU's KV cache, and
-    with ``prefix_caching`` a group's prompt is computed once."""
+    """The rollout engines; each works on ``most`` requests at a time, and with ``prefix_caching`` a group's prompt is
+    computed once.
+
+    Attributes:
+        parts: bytes on one of its GPUs, by part.
+        kv_token_bytes: of a token's keys and values on one of its GPUs, bf16.
+        pool: bytes in vLLM's pool of weights: awake in every sync, and copied where that pool sleeps at level 1.
+        lacking: bytes that its share of a GPU lacks for one of the longest sequences; 0 or less: it fits.
+    """
 
     count: int
     tensor_parallel_size: int
-    kv_bytes: int
+    parts: dict[str, int]
+    kv_token_bytes: int
+    pool: int
+    lacking: int
     most: int
     prefix_caching: bool
-    fp8: bool
+    recipe: str
 
     @property
-    def recipe(self) -> str:
-        return "blockwise" if self.fp8 else ""
-
-
-def kv_token_bytes(shape: ModelShape, tensor_parallel_size: int) -> int:
-    """Bytes of a token's keys and values on one GPU of an engine, bf16."""
-    heads = max(1, shape.num_kv_heads // tensor_parallel_size)
-    return 2 * shape.num_layers * heads * shape.head_dim * _BF16
+    def weights(self) -> int:
+        return self.parts["engine: weights"]
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,7 @@ class Seconds:
 
     @property
     def step(self) -> float:
-        return sum(dataclasses.astuple(self))
+        return self.rollout + self.logprobs + self.train + self.sync + self.moves + self.other
 
 
 def _gains() -> str:
@@ -215,7 +221,6 @@ class Clock:
 
     gpu: Gpu
     shape: ModelShape
-    parameters: int
     work: Workload
     sent: int
     assumed: Assumptions = Assumptions()
@@ -224,46 +229,41 @@ class Clock:
 
     def engines(self, config: RunConfig) -> Engines:
         """Those of a configuration: what weights and the rest leave of their share of a GPU is KV cache."""
-        vllm, fp8 = config.vllm, config.fp8.rollout_enable
-        left = int(config.gpu_memory_utilization * self.gpu.memory) - self._weights(vllm.tensor_parallel_size, fp8)
+        vllm, fp8, shape, tp = config.vllm, config.fp8.rollout_enable, self.shape, config.vllm.tensor_parallel_size
         most = vllm.max_num_seqs or _MOST_REQUESTS
-        cache = max(0, left - self.engine_room - self._sampler(most))
-        return Engines(vllm.num_engines, vllm.tensor_parallel_size, cache, most, vllm.enable_prefix_caching, fp8)
+        # in FP8 all but embedding and head
+        outer = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+        weights = (outer * _BF16 + (self.parameters - outer) * (1 if fp8 else _BF16)) // tp
+        # requests times vocabulary, as int32 and as bits (vllm 0.29.0 v1/worker/gpu/sample/penalties.py:34-44)
+        sampler = 4 * most * (shape.vocab_size + math.ceil(shape.vocab_size / 32))
+        room = int(self.assumed.engine_gib * GIB)
+        left = int(config.gpu_memory_utilization * self.gpu.memory) - weights - room - sampler
+        parts = {
+            "engine: weights": weights, KV_CACHE: max(0, left), "engine: sampler (requests x vocabulary)": sampler,
+            "engine: activations, CUDA graphs (estimate)": room,
+        }  # fmt: skip
+        token = 2 * shape.num_layers * max(1, shape.num_kv_heads // tp) * shape.head_dim * _BF16
+        lacking = (self.work.prompt_tokens + self.work.longest) * token - left
+        return Engines(
+            vllm.num_engines, tp, parts, token, weights + sampler, lacking, most, vllm.enable_prefix_caching,
+            "blockwise" if fp8 else "",
+        )  # fmt: skip
+
+    @cached_property
+    def parameters(self) -> int:
+        return entries(self.shape)
 
     @property
-    def engine_room(self) -> int:
-        return int(self.assumed.engine_gib * 2**30)
-
-    def engine_weights(self, engines: Engines) -> int:
-        """Bytes on one GPU of an engine; in FP8 all but embedding and head."""
-        return self._weights(engines.tensor_parallel_size, engines.fp8)
-
-    def engine_sampler(self, engines: Engines) -> int:
-        """Bytes of each worker, in vLLM's pool of weights: awake in every sync, and copied where that pool sleeps at
-        level 1."""
-        return self._sampler(engines.most)
-
-    def _sampler(self, most: int) -> int:
-        """Requests times vocabulary, as int32 and as bits (vllm 0.29.0 v1/worker/gpu/sample/penalties.py:34-44)."""
-        return 4 * most * (self.shape.vocab_size + math.ceil(self.shape.vocab_size / 32))
-
-    def _weights(self, tensor_parallel_size: int, fp8: bool) -> int:
-        outer = self.shape.vocab_size * self.shape.hidden_size * (1 if self.shape.tied_embeddings else 2)
-        return (outer * _BF16 + (self.parameters - outer) * (1 if fp8 else _BF16)) // tensor_parallel_size
+    def _held(self) -> int:
+        """Tokens of a request, on average while it is decoded."""
+        return self.work.prompt_tokens + self.work.response_tokens // 2
 
     def concurrency(self, engines: Engines) -> int:
         """Requests of an engine at a time; 0 if its cache does not hold one of the longest sequences."""
-        if engines.kv_bytes < self.longest_bytes(engines):
+        if engines.lacking > 0:
             return 0
-        tokens = engines.kv_bytes // kv_token_bytes(self.shape, engines.tensor_parallel_size)
         waiting = math.ceil(self.work.samples / engines.count)
-        held = self.work.prompt_tokens + self.work.response_tokens // 2
-        return max(1, min(waiting, engines.most, tokens // held))
-
-    def longest_bytes(self, engines: Engines) -> int:
-        """Of the KV cache, that one of the longest sequences takes on a GPU of an engine."""
-        tokens = self.work.prompt_tokens + self.work.longest
-        return tokens * kv_token_bytes(self.shape, engines.tensor_parallel_size)
+        return max(1, min(waiting, engines.most, engines.parts[KV_CACHE] // engines.kv_token_bytes // self._held))
 
     def rollout(self, engines: Engines) -> float:
         """Prefill, decoding in full batches, and the tail of the longest responses."""
@@ -281,10 +281,9 @@ class Clock:
     def _decode(self, engines: Engines, batch: int) -> float:
         """One decoding step: weights and KV cache are read once, every weight is multiplied for every request."""
         tp, rate = engines.tensor_parallel_size, self.gpu.hbm * 1e9 * self.assumed.memory
-        weights = self.engine_weights(engines) / rate
+        weights = engines.weights / rate
         products = batch * self._products(2 * self.parameters, engines.recipe) / tp
-        held = self.work.prompt_tokens + self.work.response_tokens // 2
-        cache = batch * held * kv_token_bytes(self.shape, tp) / rate
+        cache = batch * self._held * engines.kv_token_bytes / rate
         return max(weights, products) + cache + self.shape.num_layers * self.assumed.layer_us * 1e-6
 
     def _products(self, flops: float, recipe: str = "") -> float:
@@ -293,82 +292,67 @@ class Clock:
 
     # ---- log-probs and training ---------------------------------------------------------------------------------
 
-    def logprobs(self, training: Training) -> float:
-        return self.work.scored_by * self._schedule(training, self.work.samples, forward_only=True)
+    def logprobs(self, model: TrainedModel) -> float:
+        return model.work.scored_by * self._schedule(model, model.work.samples, forward_only=True)
 
-    def train(self, training: Training, states: States) -> float:
-        updates = math.ceil(self.work.samples / self.work.batch)
-        one = self._schedule(training, min(self.work.batch, self.work.samples), forward_only=False)
-        return self.work.epochs * updates * (one + self._update(training, states))
+    def train(self, model: TrainedModel) -> float:
+        work = model.work
+        updates = math.ceil(work.samples / work.batch)
+        one = self._schedule(model, min(work.batch, work.samples), forward_only=False)
+        return work.epochs * updates * (one + self._update(model))
 
-    def _schedule(self, training: Training, samples: int, *, forward_only: bool) -> float:
+    def _schedule(self, model: TrainedModel, samples: int, *, forward_only: bool) -> float:
         """A pipeline schedule: every micro-batch on every stage, all about as large. The slowest stage is always busy
         but for the bubble, in which the first micro-batch passes the others."""
-        layout = training.layout
-        count, sequences = self._micro_batches(training, samples, forward_only)
-        *others, last = layout.stage_layers(self.shape.num_layers)
+        count, sequences = model.micro_batches(samples, forward_only)
+        *others, last = model.layers
         alike = Counter([*((layers, False) for layers in others), (last, True)])
-        stages = {(n, head): self._stage(training, n, head, sequences, forward_only) for n, head in alike}
+        stages = {(n, head): self._stage(model, n, head, sequences, forward_only) for n, head in alike}
         slowest, together = max(stages.values()), sum(stages[one] * number for one, number in alike.items())
-        return count * slowest + (together - slowest) / layout.virtual_pipeline_size
+        return count * slowest + (together - slowest) / model.layout.virtual_pipeline_size
 
-    def _micro_batches(self, training: Training, samples: int, forward_only: bool) -> tuple[int, float]:
-        """How many a rank has, and of how many sequences."""
-        count = training.micro_batches(samples, self.work.length, forward_only)
-        return count, math.ceil(samples / training.layout.data_parallel_size) / count
-
-    def _stage(self, training: Training, layers: float, head: bool, sequences: float, forward_only: bool) -> float:
+    def _stage(self, model: TrainedModel, layers: float, head: bool, sequences: float, forward_only: bool) -> float:
         """A micro-batch on a stage of so many layers, ``head``: and the head."""
-        ranks = training.layout.tensor_parallel_size * training.layout.context_parallel_size
-        of_layer, of_head, passes = self._computing(training, forward_only)
+        ranks = model.layout.tensor_parallel_size * model.layout.context_parallel_size
+        of_layer, of_head, passes = self._computing(model, forward_only)
         computing = sequences * (layers * of_layer + (of_head if head else 0.0)) / ranks
         launching = passes * layers * self.assumed.launch_us * 1e-6
-        return max(computing, launching) + self._communication(training, layers, sequences, passes)
+        return max(computing, launching) + self._communication(model, layers, sequences, passes)
 
-    def head_layers(self, training: Training) -> float:
+    def head_layers(self, model: TrainedModel) -> float:
         """How many layers take as long as the head in training, on a stage with the mean of the layers."""
-        layers = self.shape.num_layers / training.layout.pipeline_parallel_size
-        _, sequences = self._micro_batches(training, min(self.work.batch, self.work.samples), forward_only=False)
-        without, together = (self._stage(training, layers, head, sequences, False) for head in (False, True))
+        layers = model.shape.num_layers / model.layout.pipeline_parallel_size
+        _, sequences = model.micro_batches(min(model.work.batch, model.work.samples))
+        without, together = (self._stage(model, layers, head, sequences, False) for head in (False, True))
         return (together - without) * layers / without
 
-    def _computing(self, training: Training, forward_only: bool) -> tuple[float, float, int]:
+    def _computing(self, model: TrainedModel, forward_only: bool) -> tuple[float, float, int]:
         """Seconds that a layer and the head take for one sequence on one GPU, and forward and backward passes in units
         of a forward pass."""
-        flops, layers = self.work.forward(self.shape), self.shape.num_layers
-        share = self._mlp_share if training.fp8_modules == "mlp" else 1.0
-        linear = self._products(share * flops.layers, training.recipe) + self._products((1 - share) * flops.layers)
-        attention = self._attention(flops)
-        again = 0.0 if forward_only else self._recomputed(training.megatron, linear, attention)
+        shape, megatron = model.shape, model.megatron
+        flops, layers = model.work.forward(shape), shape.num_layers
+        mlp = 3 * shape.hidden_size * shape.ffn_hidden_size
+        of_mlp = mlp / (mlp + 2 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads))
+        share = of_mlp if model.recipe and model.config.fp8.modules == "mlp" else 1.0
+        linear = self._products(share * flops.layers, model.recipe) + self._products((1 - share) * flops.layers)
+        attention = flops.attention / (self.gpu.tflops * 1e12 * self.assumed.attention)
+        again = 0.0
+        if not forward_only and megatron.recompute == "full":
+            again = linear + attention
+        elif not forward_only and megatron.recompute == "selective":
+            again = linear * of_mlp if "mlp" in megatron.recompute_modules else 0.0
+            again += attention if "core_attn" in megatron.recompute_modules else 0.0
         passes = 1 if forward_only else 1 + BACKWARD
         computing, head = passes * (linear + attention) + again, passes * self._products(flops.head)
         passes += again > 0
-        entries = self.work.length * self.shape.hidden_size * layers
-        computing += passes * entries * self.assumed.traffic / (self.gpu.hbm * 1e9)
+        wide = model.work.length * shape.hidden_size * layers
+        computing += passes * wide * self.assumed.traffic / (self.gpu.hbm * 1e9)
         return computing / layers, head, passes
 
-    def _attention(self, flops: ForwardFlops) -> float:
-        return flops.attention / (self.gpu.tflops * 1e12 * self.assumed.attention)
-
-    @property
-    def _mlp_share(self) -> float:
-        """Of the operations of a layer's matrix products."""
-        mlp = 3 * self.shape.hidden_size * self.shape.ffn_hidden_size
-        heads = self.shape.num_heads + self.shape.num_kv_heads
-        return mlp / (mlp + 2 * self.shape.hidden_size * self.shape.head_dim * heads)
-
-    def _recomputed(self, megatron: Megatron, linear: float, attention: float) -> float:
-        if megatron.recompute == "full":
-            return linear + attention
-        if megatron.recompute == "none":
-            return 0.0
-        modules = megatron.recompute_modules
-        return (linear * self._mlp_share if "mlp" in modules else 0.0) + (attention if "core_attn" in modules else 0.0)
-
-    def _communication(self, training: Training, layers: float, sequences: float, passes: float) -> float:
+    def _communication(self, model: TrainedModel, layers: float, sequences: float, passes: float) -> float:
         """Tensor-, context- and pipeline-parallel messages of one micro-batch on a stage of so many layers."""
-        layout, shape = training.layout, self.shape
-        tokens = sequences * self.work.length / layout.context_parallel_size
+        layout, shape = model.layout, model.shape
+        tokens = sequences * model.work.length / layout.context_parallel_size
         tp, cp = layout.tensor_parallel_size, layout.context_parallel_size
         wide = tokens * shape.hidden_size * _BF16
         # two all-gathers and two reduce-scatters (or two all-reduces) a layer and pass
@@ -377,14 +361,14 @@ class Clock:
         sent = min(passes, 2) * layout.virtual_pipeline_size * wide / (tp if layout.sequence_parallel else 1)
         messages = layers * passes * (4 * (tp > 1) + 2 * (cp - 1))
         seconds = messages * self.assumed.message_us * 1e-6 + near / self._rate(self.gpu.near)
-        seconds += keys / self._rate(self.gpu.near if tp * cp <= training.near_ranks else self.gpu.far)
+        seconds += keys / self._rate(self.gpu.near if tp * cp <= model.near_ranks else self.gpu.far)
         return seconds + (sent / self._rate(self.gpu.far) if layout.pipeline_parallel_size > 1 else 0.0)
 
-    def _update(self, training: Training, states: States) -> float:
+    def _update(self, model: TrainedModel) -> float:
         """Gradients reduced, parameters gathered, the optimizer's states read and written."""
-        layout = training.layout
+        layout, states = model.layout, model.fullest
         replicas = layout.data_parallel_size * layout.context_parallel_size
-        near = layout.world_size <= training.near_ranks
+        near = layout.world_size <= model.near_ranks
         moved = states.parameters * (_FP32 + _BF16) * (replicas - 1) / replicas
         touched = 2 * states.optimizer + states.gradients
         return moved / self._rate(self.gpu.near if near else self.gpu.far) + touched / self._rate(self.gpu.hbm)
@@ -394,18 +378,13 @@ class Clock:
 
     # ---- weights and states -------------------------------------------------------------------------------------
 
-    def sync(self, config: RunConfig, policy: TrainedModel, engines: Engines) -> float:
-        """An update of every engine, in the way that the run has."""
-        ways = self.syncs(config, policy, engines)
-        return ways[GLOO if config.vllm.sync_backend == "gloo" else WHOLE].seconds
-
-    def syncs(self, config: RunConfig, policy: TrainedModel, engines: Engines) -> dict[str, Sync]:
+    def syncs(self, policy: TrainedModel, engines: Engines) -> dict[str, Sync]:
         """Every way of sending, by name; adapters do not travel in slices. What a part takes is hidden behind the
         longest one, as buckets are sent, received, loaded and summed at the same time; the calls are not."""
-        layout, per_node = policy.training.layout, max(policy.training.near_ranks, _NODE)
-        shared, workers = config.engines_share_gpus, engines.count * engines.tensor_parallel_size
+        layout, per_node = policy.layout, max(policy.near_ranks, _NODE)
+        shared, workers = policy.config.engines_share_gpus, engines.count * engines.tensor_parallel_size
         one_node = layout.world_size + (0 if shared else workers) <= per_node
-        nodes = 1 if one_node else math.ceil(layout.model_parallel_size / policy.training.near_ranks)
+        nodes = 1 if one_node else math.ceil(layout.model_parallel_size / policy.near_ranks)
         size = self.sent
         calls = _CALLS_S[0] + _CALLS_S[1] * (engines.count - 1)
         wire, across = self._rate(self.gpu.near if one_node else self.gpu.far), self._rate(self.gpu.far)
@@ -418,7 +397,7 @@ class Clock:
         # a slice lies on one of the nodes that a copy is spread over, or on none where engines have their own
         away = 0.0 if one_node else 1 - 1 / nodes if shared else 1.0
         received = size / engines.tensor_parallel_size
-        held = policy.fullest.parameters * param_bytes(config.megatron) * engines.count
+        held = policy.fullest.parameters * param_bytes(policy.megatron) * engines.count
         sent = held / (layout.data_parallel_size * layout.context_parallel_size)
         slices = max(
             *((part * share / self._rate(rate), f"{what}{where}")
@@ -430,11 +409,11 @@ class Clock:
             WHOLE: Sync(whole[0], calls, whole[1]), SLICES: Sync(slices[0], calls, slices[1]),
             GLOO: Sync(size / 1e9 * _GLOO_S_PER_GB, calls, "host memory and the loopback"),
         }  # fmt: skip
-        return {way: one for way, one in ways.items() if way != SLICES or not sends_adapters(config)}
+        return {way: one for way, one in ways.items() if way != SLICES or not sends_adapters(policy.config)}
 
-    def moves(self, states: States) -> float:
+    def moves(self, model: TrainedModel) -> float:
         """States of a policy that sleeps: to host memory and back; gradients are only given up."""
-        return 2 * (states.weights + states.optimizer) / self._rate(self.gpu.host)
+        return 2 * (model.fullest.weights + model.fullest.optimizer) / self._rate(self.gpu.host)
 
     def lines(self) -> list[str]:
         gpu, work, a = self.gpu, self.work, self.assumed

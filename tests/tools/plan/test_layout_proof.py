@@ -33,11 +33,12 @@ def test_qwen25_32b_on_64_ranks():
     h, ffn, vocab = 5120, 27648, 152064
     layer = ((40 + 2 * 8) * 128 * (h + 1) + h * 40 * 128 + 3 * h * ffn) // 8 + 2 * h  # norms are on every rank
     first, last = proof.shares[0], proof.shares[-1]
-    assert first.parameters == 32 * layer + vocab // 8 * h
-    assert last.parameters == 32 * layer + vocab // 8 * h + h
+    assert first.states.parameters == 32 * layer + vocab // 8 * h
+    assert last.states.parameters == 32 * layer + vocab // 8 * h + h
     assert (first.layers, last.layers) == ((range(32),), (range(32, 64),))
     assert last.ranks == (15, 31, 47, 63) and (last.tensor, last.pipeline) == (7, 1)
-    assert first.weight_bytes == 2 * first.parameters and first.optimizer_bytes == 12 * first.parameters // 4
+    own = first.states
+    assert own.weights == 2 * own.parameters and own.optimizer == 12 * own.parameters // 4
     assert (proof.hf_tensors, proof.hf_parameters) == (771, 32_763_876_352)
     assert "2,048,028,672" in format_proof(proof) and "built 16 of 64 ranks" in format_proof(proof)
 
@@ -51,16 +52,16 @@ def test_fp8_copies_of_the_weights_are_counted(tmp_path):
         return prove_layout(QWEN25_32B, ParallelLayout(2, 1, 2), torch.bfloat16, True, converters=layers)
 
     plain, fp8, kept = proof(), proof(Recipe()), proof(Recipe(bf16_layers=BF16Layers(start=2)))
-    assert {share.copy_bytes for share in plain.shares} == {0} and "FP8" not in format_proof(plain)
-    assert [share.copy_bytes for share in fp8.shares] == [2 * 32 * layer] * 2
-    assert [share.copy_bytes for share in kept.shares] == [2 * 30 * layer, 2 * 32 * layer]
-    assert fp8.shares[0].state_bytes == plain.shares[0].state_bytes + fp8.shares[0].copy_bytes
+    assert {share.states.copies for share in plain.shares} == {0} and "FP8" not in format_proof(plain)
+    assert [share.states.copies for share in fp8.shares] == [2 * 32 * layer] * 2
+    assert [share.states.copies for share in kept.shares] == [2 * 30 * layer, 2 * 32 * layer]
+    assert fp8.shares[0].states.total == plain.shares[0].states.total + fp8.shares[0].states.copies
     title, header, row, *_ = format_proof(fp8).splitlines()
     assert "optimizer, FP8 copies of weights), GiB" in title and "FP8 copies  GiB together" in header
-    assert row.split()[-3:] == ["29.062", f"{fp8.shares[0].state_bytes / 2**30:.3f}", "0"]
+    assert row.split()[-3:] == ["29.062", f"{fp8.shares[0].states.total / 2**30:.3f}", "0"]
     layers = [FP8Layers(Recipe(emulate=True))]
     emulated = prove_layout(config_folder(tmp_path), ParallelLayout(1), torch.float32, True, converters=layers)
-    assert emulated.shares[0].copy_bytes == 0
+    assert emulated.shares[0].states.copies == 0
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_every_kind_of_layout(tmp_path, family, more, layout):
     assert layers == list(range(more.get("num_hidden_layers", 4)))
     for share in proof.shares:
         assert len(share.layers) == layout.virtual_pipeline_size
-        assert share.state_bytes == 16 * share.parameters, "fp32: weight, gradient, two moments"
+        assert share.states.total == 16 * share.states.parameters, "fp32: weight, gradient, two moments"
 
 
 def test_a_critic_has_a_value_head_in_the_place_of_the_projection(tmp_path):
@@ -88,7 +89,7 @@ def test_a_critic_has_a_value_head_in_the_place_of_the_projection(tmp_path):
     policy = prove_layout(folder, layout, torch.float32, distributed_optimizer=True)
     assert critic.hf_parameters == policy.hf_parameters + 64 and critic.hf_tensors == policy.hf_tensors + 1
     # the policy's last stage holds a copy of half of the padded, tied embedding
-    assert policy.shares[-1].parameters - critic.shares[-1].parameters == 31 * 64 - 64
+    assert policy.shares[-1].states.parameters - critic.shares[-1].states.parameters == 31 * 64 - 64
 
 
 def test_a_layout_that_megatron_refuses_is_an_error_with_its_reason(tmp_path):

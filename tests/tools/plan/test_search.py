@@ -11,9 +11,10 @@ from openrlhf_ext.config import RunConfig, load_config
 from openrlhf_ext.config.model_rules import shape_violations
 from openrlhf_ext.config.rules import RULES
 from openrlhf_ext.ranks.shared_gpu import SharedGpu, SharedGpuTooSmall
-from openrlhf_ext.tools.plan.memory import Moment, moments, policy_in, trained
-from openrlhf_ext.tools.plan.search import SHARE, SHARING, Candidate, Planner, balanced_ends, binding, with_options
-from openrlhf_ext.tools.plan.seconds import GPUS, SLICES, WHOLE, card
+from openrlhf_ext.tools.plan.candidate import SHARE, Candidate, with_options
+from openrlhf_ext.tools.plan.memory import Moment, moments
+from openrlhf_ext.tools.plan.search import SHARING, Planner, balanced_ends
+from openrlhf_ext.tools.plan.seconds import GPUS, SLICES, WHOLE, Sync, card
 
 MODELS = (
     "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-32B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B",
@@ -65,9 +66,9 @@ def fits(plan: Planner, gpus: int) -> bool:
             if last == 0:
                 continue
             base = with_options(plan.config, layout)
-            models = trained(base, plan.work, policy_in(base, plan.shape), None)
+            policy = plan.models(base).policy
             for share in shares:
-                there = moments(base, plan.sent, {"engine": int(share * memory)}, models.policy_parts)
+                there = moments(base, plan.sent, {"engine": int(share * memory)}, policy.parts)
                 if any(one.total > memory for one in there):
                     break  # a larger one takes more
                 for size in (size for size in engines if an_engine_fits(plan, size, share)):
@@ -119,18 +120,22 @@ def test_run_and_plan_refuse_the_same_shared_gpus(share: float, asleep: bool):
 
 def test_a_share_that_is_set_binds_and_one_that_is_not_is_searched():
     plan = planner("Qwen/Qwen2.5-32B", True, "--vllm.gpu_memory_utilization", "0.1")
-    assert plan.fewest_gpus() is None and f"an engine lacks 4.3 GiB of its share of a GPU ({SHARE} 0.1)" in binding(
-        plan.candidates(8)[0]
-    )
+    lacking = f"an engine lacks 4.3 GiB of its share of a GPU ({SHARE} 0.1)"
+    assert plan.fewest_gpus() is None and lacking in plan.candidates(8)[0].binding
     best = planner("Qwen/Qwen2.5-7B", False).candidates(8)[0]
     assert best.options[SHARE] == best.share < 0.95 and not best.tight()
+
+
+def syncs(plan: Planner) -> dict[str, Sync]:
+    configured = plan.as_configured()
+    return plan.clock.syncs(configured.policy, configured.engines)
 
 
 def test_weights_travel_between_nodes_where_the_engines_are_on_others():
     """Policy and engines within eight GPUs share a node, whatever the policy takes of it."""
     words = ("--vllm.num_engines", "4", "--vllm.tensor_parallel_size", "1")
     plans = [planner("Qwen/Qwen2.5-7B", False, "--actor.num_gpus_per_node", ranks, *words) for ranks in ("4", "8")]
-    near, far = (plan.syncs(plan.as_configured())[WHOLE] for plan in plans)
+    near, far = (syncs(plan)[WHOLE] for plan in plans)
     assert far.moving == pytest.approx(9 * near.moving), "450 GB/s within a node, 50 between nodes"
     assert plans[1].timed().sync == far.seconds == far.moving + 0.05 + 3 * 0.018
 
@@ -141,14 +146,14 @@ def test_a_32b_on_64_gpus_gets_its_weights_as_its_ports_allow():
              "--megatron.pipeline_parallel_size", "4", "--vllm.num_engines", "8", "--vllm.tensor_parallel_size", "8",
              "--rollout.batch_size", "64")  # fmt: skip
     plan = planner("Qwen/Qwen2.5-32B", True, *words)
-    ways, size = plan.syncs(plan.as_configured()), 2 * plan.parameters
+    ways, size = syncs(plan), 2 * plan.parameters
     assert ways[WHOLE].moving == pytest.approx(size / 35e9)
     # a copy takes two nodes: half of a worker's eighth comes from the other one; each of four copies gives two engines
     given = plan.as_configured().policy.fullest.parameters * 2 * 8 / 4 / 2
     assert ways[SLICES].moving == pytest.approx(max(size / 8 / 2, given) / 35e9) and ways[SLICES].seconds < 0.5
     apart = ("--actor.num_nodes", "4", *words[2:8], "--vllm.num_engines", "8", "--vllm.tensor_parallel_size", "4")
     plan = planner("Qwen/Qwen2.5-32B", False, *apart)
-    slices = plan.syncs(plan.as_configured())[SLICES]
+    slices = syncs(plan)[SLICES]
     given = plan.as_configured().policy.fullest.parameters * 2 * 8 / 2
     assert slices.moving == pytest.approx(max(size / 4, given) / 35e9) and slices.seconds < 1
     assert slices.binds == "what the fullest rank sends"
@@ -201,7 +206,7 @@ def test_a_small_model_with_a_large_head_is_cut_unevenly():
 
 
 def two_stages(candidate: Candidate) -> bool:
-    layout, megatron = candidate.policy.training.layout, candidate.policy.training.megatron
+    layout, megatron = candidate.policy.layout, candidate.policy.megatron
     degrees = (layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.virtual_pipeline_size)
     return degrees == (1, 2, 1) and layout.world_size == 4 and megatron.recompute == "none"
 
