@@ -42,9 +42,9 @@ _USAGE = """\
 usage: openrlhf-ext train [--config FILE.yaml ...] [--section.name value ...]
 
 Names are OpenRLHF's; options marked + are added by openrlhf_ext. Precedence: defaults, then files in order, then the
-command line. A bare --x.y_enable switches a flag on, true and false are accepted too; null unsets a value.
---help SECTION shows one group, --help algo.ESTIMATOR the options of one estimator. Options of OpenRLHF that are refused
-are listed at the end.
+command line. A bare --x.y_enable switches a flag on, --no-x.y_enable off, true and false are accepted too; null
+unsets a value. --help SECTION shows one group, --help algo.ESTIMATOR the options of one estimator. Options of
+OpenRLHF that are refused are listed at the end.
 """
 
 
@@ -104,7 +104,8 @@ def group_of(option: Option) -> str:
 
 def _help_entry(option: Option) -> str:
     mark = "+" if option.info.added else " "
-    head = f" {mark} --{shown_name(option)}  <{option.expects}>"
+    also = f", --{option.info.also}" if option.info.also is not None else ""
+    head = f" {mark} --{shown_name(option)}{also}  <{option.expects}>"
     default = f" [{option.shown_default}]" if option.shown_default else ""
     indent = " " * 7
     meaning = textwrap.wrap(option.help + default, _WIDTH, initial_indent=indent, subsequent_indent=indent)
