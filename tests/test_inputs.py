@@ -30,9 +30,9 @@ from openrlhf_ext.config.files import Wanted, parameter_count, scan_records, tok
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, finish_interrupted
 from openrlhf_ext.megatron.model.shape import read_model_shape
+from openrlhf_ext.options.sections.evaluate import Evaluate
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.tools.evaluate.problems import Problem, Store, load_benchmark, load_completions, load_problems
-from openrlhf_ext.tools.evaluate.protocols import DEFAULTS
 from openrlhf_ext.tools.evaluate.request import Request
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from openrlhf_ext.tools.plan.translate import translate
@@ -205,7 +205,6 @@ def read_store(path: Path) -> None:
         pass
 
 
-ASKED_FOR_NOTHING = dict.fromkeys(("protocol", "completions", "benchmark", *DEFAULTS))  # options of evaluate
 KINDS: dict[str, Callable[[Path], Any]] = {
     "run.yaml": read_configuration,
     **dict.fromkeys(["data.jsonl", "array.json", "data.csv", "data.parquet", "data.arrow"], read_data),
@@ -219,7 +218,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "aime.jsonl": lambda path: load_benchmark("aime24", path),
     "saved.jsonl": lambda path: load_completions(path, [Problem(i, f"{i}+1=", "") for i in range(12)]),
     "store.jsonl": read_store,
-    "before.json": lambda path: Request(SimpleNamespace(compare=str(path), **ASKED_FOR_NOTHING)).before,
+    "before.json": lambda path: Request(Evaluate(compare=str(path))).before,
     "best.json": lambda path: CheckpointStore(path.parent, 3).best(),
     "out/.complete/files.json": finish_export,
 }

@@ -16,7 +16,6 @@ OPTIONS = ("openrlhf_ext/options/sections/", "openrlhf_ext/config/run_config.py"
 LIBRARIES_READ = {
     # overridden: the library calls it
     "_check_value": "argparse, of a parser",
-    "formatter_class": "argparse, of a parser",
     "_communicate": "Megatron's schedules, of P2PCommunicator",
     "_postprocess": "Megatron's GPTModel.forward",
     "is_rank_0": "OpenRLHF's datasets, of the strategy",

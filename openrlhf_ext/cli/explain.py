@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.cli.main import CommandParser, at_least, silence_libraries
+from openrlhf_ext.cli.main import CommandParser, at_least, show, silence_libraries
 from openrlhf_ext.tools.explain.picture import render
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from openrlhf_ext.user_code import users_part
@@ -46,18 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"explain: {users or error}", file=sys.stderr)
         return 2
     color = sys.stdout.isatty() and not arguments.no_color and not os.environ.get("NO_COLOR")
-    _print(render(explanation, width=arguments.width or shutil.get_terminal_size((100, 24)).columns, color=color))
-    return 0
-
-
-def _print(text: str) -> None:
-    """Print what the output's encoding can show, to a reader that may leave early."""
-    encoding = sys.stdout.encoding or "utf-8"
+    width = arguments.width or shutil.get_terminal_size((100, 24)).columns
     try:
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+        show(render(explanation, width=width, color=color), errors="replace")
     except BrokenPipeError:
         # head has seen enough; without this, the flush at exit would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -113,6 +113,13 @@ def silence_libraries() -> None:
         warnings.simplefilter("ignore")
 
 
+def show(text: str, file: Any = None, errors: str = "backslashreplace") -> None:
+    """Prints what the output's encoding can show: completions and tokens may hold anything."""
+    stream = file or sys.stdout
+    encoding = stream.encoding or "utf-8"
+    print(text.encode(encoding, errors).decode(encoding), file=stream, flush=True)
+
+
 class CommandParser(argparse.ArgumentParser):
     """Parses the words of ``openrlhf-ext COMMAND``; unknown options and choices get the nearest known one.
 

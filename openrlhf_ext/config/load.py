@@ -207,7 +207,7 @@ def read_command_line(argv: Sequence[str], table: OptionTable) -> CommandLine:
         elif word == "--config":
             _add_config_file(line, values, table)
         else:
-            _add_setting(line, word.removeprefix("--"), values, table)
+            _add_setting(line, table.called(word.removeprefix("--")), values, table)
     return line
 
 
@@ -239,6 +239,9 @@ def _add_config_file(line: CommandLine, values: list[str], table: OptionTable) -
 
 def _add_setting(line: CommandLine, name: str, words: list[str], table: OptionTable) -> None:
     option = table.find(name)
+    switch = table.find(table.called(name.removeprefix("no-")))
+    if option is None and switch is not None and switch.arity == "flag" and not words:  # --no-NAME
+        option, name, words = switch, switch.name, ["false"]
     if option is None and not _is_earlier(name, table):
         line.settings.append(Setting(name, words, COMMAND_LINE))  # reported with the unknown names of the files
         return
@@ -254,6 +257,8 @@ def _add_setting(line: CommandLine, name: str, words: list[str], table: OptionTa
         message = f"--{name}: {' '.join(words)} is not valid YAML ({' '.join(str(error).split())})"
         line.violations.append(Violation((name,), message))
         return
+    if option is not None and option.info.repeats:
+        value = [one for each in line.settings if each.name == name for one in each.value] + value
     line.settings.extend(flattened(name, value, COMMAND_LINE))
 
 

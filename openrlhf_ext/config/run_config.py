@@ -28,9 +28,9 @@ class RunConfig(Configuration):
 usage: openrlhf-ext train [--config FILE.yaml ...] [--section.name value ...]
 
 Names are OpenRLHF's; options marked + are added by openrlhf_ext. Precedence: defaults, then files in order, then the
-command line. A bare --x.y_enable switches a flag on, true and false are accepted too; null unsets a value.
---help SECTION shows one group, --help algo.ESTIMATOR the options of one estimator. Options of OpenRLHF that are refused
-are listed at the end.
+command line. A bare --x.y_enable switches a flag on, --no-x.y_enable off, true and false are accepted too; null
+unsets a value. --help SECTION shows one group, --help algo.ESTIMATOR the options of one estimator. Options of
+OpenRLHF that are refused are listed at the end.
 """
     trained: ClassVar[str] = "actor"
     """The section of the model under training: its options in messages of rules that all trainers ask."""

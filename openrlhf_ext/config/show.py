@@ -95,7 +95,8 @@ def group_of(option: Option) -> str:
 
 def _help_entry(option: Option) -> str:
     mark = "+" if option.info.added else " "
-    head = f" {mark} --{shown_name(option)}  <{option.expects}>"
+    also = f", --{option.info.also}" if option.info.also is not None else ""
+    head = f" {mark} --{shown_name(option)}{also}  <{option.expects}>"
     default = f" [{option.shown_default}]" if option.shown_default else ""
     indent = " " * 7
     meaning = textwrap.wrap(option.help + default, _WIDTH, initial_indent=indent, subsequent_indent=indent)

@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import stdev
+from statistics import fmean, stdev
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.options.sections import HeldOutSet
 from openrlhf_ext.rewards.answers import stated_answers
-from openrlhf_ext.rewards.counting import SOLVED, accuracy, majorities, pass_at_k, powers_of_two
+from openrlhf_ext.rewards.counting import SOLVED, accuracy, majorities, passes_at_k, powers_of_two
 from openrlhf_ext.rollout.response import GroupRequest, Response, Sampling, graded
 
 # over several sets, of which each counts the same
@@ -98,9 +98,9 @@ def set_metrics(groups: Sequence[Group], temperature: float, texts: Texts | None
     responses = [response for group in groups for response in group.responses]
     shares = [accuracy([graded(response.score) for response in group.responses]) for group in groups]
     return {
-        "accuracy": math.fsum(shares) / len(groups),
+        "accuracy": fmean(shares),
         "accuracy_stderr": _standard_error(shares),
-        "score_mean": math.fsum(group.mean_score for group in groups) / len(groups),
+        "score_mean": fmean(group.mean_score for group in groups),
         "score_mean_stderr": _standard_error([group.mean_score for group in groups]),
         "reward_mean": sum(graded(response.reward) for response in responses) / len(responses),
         "response_length_mean": sum(response.span for response in responses) / len(responses),
@@ -121,16 +121,13 @@ def _is_right(response: Response) -> bool:
 def _at_k(groups: Sequence[Group], texts: Texts | None) -> dict[str, float]:
     samples = len(groups[0].responses)
     right = [[_is_right(response) for response in group.responses] for group in groups]
-    metrics = {
-        f"pass@{k}": math.fsum(pass_at_k(samples, sum(each), k) for each in right) / len(groups)
-        for k in powers_of_two(samples)
-    }
+    metrics = {f"pass@{k}": fmean(shares) for k, shares in passes_at_k(right, powers_of_two(samples)).items()}
     if texts is None:
         return metrics
     stated = [stated_answers(texts(g.responses), each) for g, each in zip(groups, right, strict=True)]
     votes = [list(zip(*pair, strict=True)) for pair in zip(stated, right, strict=True)]
     for k, counted in majorities(votes, powers_of_two(samples)).items():
-        metrics[f"maj@{k}"] = math.fsum(chance for chance, _ in counted) / len(groups)
+        metrics[f"maj@{k}"] = fmean(chance for chance, _ in counted)
     return metrics
 
 

@@ -119,6 +119,8 @@ class OptionInfo:
         added: OpenRLHF does not know it.
         recommended: published value of an option without a default, which a run gets unless it sets another.
         refuses_null: null is an error, where it would otherwise take a method's default.
+        also: another name of it on the command line.
+        repeats: its values on the command line add up when it is given several times.
     """
 
     unsupported: NotSupported | None = None
@@ -128,11 +130,14 @@ class OptionInfo:
     added: bool = False
     recommended: Any = None
     refuses_null: bool = False
+    also: str | None = None
+    repeats: bool = False
 
 
 def option(
     default: Any, help_text: str, *, path: PathKind | None = None, secret: bool = False,
-    default_text: str | None = None, recommended: Any = None, refuses_null: bool = False, **constraints: Any,
+    default_text: str | None = None, recommended: Any = None, refuses_null: bool = False, also: str | None = None,
+    repeats: bool = False, **constraints: Any,
 ) -> Any:  # fmt: skip
     """Declares an option: of OpenRLHF in a section, of its own in a method.
 
@@ -143,7 +148,7 @@ def option(
         default_text: how the default is shown where its value says too little.
         constraints: pydantic bounds (``ge``, ``gt``, ``le``, ``lt``, ``min_length``, ``max_length``).
     """
-    info = OptionInfo(None, path, secret, default_text, False, recommended, refuses_null)
+    info = OptionInfo(None, path, secret, default_text, False, recommended, refuses_null, also, repeats)
     return _field(default, help_text, info, constraints)
 
 

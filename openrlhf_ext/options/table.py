@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, PrivateAttr
+from pydantic import PrivateAttr
 
 from openrlhf_ext.options import Option, Section, describe
 
@@ -39,6 +39,8 @@ class Configuration(Section):
 
     usage: ClassVar[str] = ""
     """What ``--help`` begins with."""
+    abbreviates: ClassVar[bool] = False
+    """Whether the command line takes the beginning of a name that no other name has."""
     _warnings: tuple[str, ...] = PrivateAttr(default=())
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -60,9 +62,17 @@ class Configuration(Section):
 class OptionTable(dict[str, Option]):
     """The options of a configuration ``model`` by their dotted names, in order of declaration."""
 
-    def __init__(self, model: type[BaseModel]) -> None:
+    def __init__(self, model: type[Configuration]) -> None:
         super().__init__(describe(model))
         self.model = model
+        self._also = {option.info.also: name for name, option in self.items() if option.info.also is not None}
+
+    def called(self, name: str) -> str:
+        """The option's own name of one that the command line gives: another of its names, or a beginning."""
+        if self.model.abbreviates and name not in self and name not in self._also:
+            begun = {self._also.get(other, other) for other in (*self, *self._also) if other.startswith(name)}
+            name = begun.pop() if len(begun) == 1 else name
+        return self._also.get(name, name)
 
     def find(self, name: str) -> Option | None:
         """The option of this name, or the open map a longer name falls into."""
@@ -96,7 +106,7 @@ class OptionTable(dict[str, Option]):
 
 
 @lru_cache(maxsize=4)
-def table_of(model: type[BaseModel]) -> OptionTable:
+def table_of(model: type[Configuration]) -> OptionTable:
     return OptionTable(model)
 
 

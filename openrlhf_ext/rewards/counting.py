@@ -36,6 +36,11 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
+def passes_at_k(right: Sequence[Sequence[bool]], ks: Sequence[int]) -> dict[int, list[float]]:
+    """pass@k of each problem for every k, of whether each of its samples is right."""
+    return {k: [pass_at_k(len(each), sum(each), k) for each in right] for k in ks}
+
+
 def majorities(
     problems: Sequence[Sequence[tuple[Hashable | None, bool]]], ks: Sequence[int]
 ) -> dict[int, list[tuple[float, float]]]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.input_tables import attributes, tables
 from openrlhf_ext.algorithms import (
     Inputs,
     LossBatch,
@@ -25,7 +26,6 @@ from openrlhf_ext.algorithms import (
     register_algorithm,
     registry,
 )
-from openrlhf_ext.algorithms.__main__ import attributes, tables
 from openrlhf_ext.algorithms.groups import Groups, Partition
 from openrlhf_ext.algorithms.methods.grpo import Grpo, GrpoOptions
 from openrlhf_ext.algorithms.option_blocks import NoOption, Options, PartitionOptions, TruncationOptions
@@ -353,9 +353,9 @@ def test_a_loss_that_does_not_add_up_over_shares_fails_the_trial():
 
 
 def test_the_document_lists_what_inputs_and_the_loss_hold():
-    begin, end = (f"<!-- python -m openrlhf_ext.algorithms: {mark} -->" for mark in ("begin", "end"))
+    begin, end = (f"<!-- python benchmarks/input_tables.py: {mark} -->" for mark in ("begin", "end"))
     written = (Path(__file__).parents[2] / "docs/algorithms.md").read_text().split(begin)[1].split(end)[0]
-    assert written.strip() == "".join(tables()).strip(), "put the output of `python -m openrlhf_ext.algorithms` there"
+    assert written.strip() == "".join(tables()).strip(), "put the output of `python benchmarks/input_tables.py` there"
     for holder in (Inputs, RolloutBatch, Groups, Partition, LossBatch):
         listed = {name for name, _ in attributes(holder)}
         assert {field.name for field in dataclasses.fields(holder)} <= listed, "its docstring lists every field"

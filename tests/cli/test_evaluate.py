@@ -143,7 +143,7 @@ def test_where_no_completion_states_an_answer_there_is_no_vote(
 
 
 @pytest.mark.parametrize(("more", "complaints"), [
-    (["--k", "1", "8"], ["--k must be at most the completions of a prompt (--n): got [8] of 4"]),
+    (["--k", "1", "8"], ["--k: must be at most the completions of a prompt (--n): got [8] of 4"]),
     (["--benchmark", "math50={aime}"], ["there is no benchmark 'math50'; did you mean math500? Known: gsm8k"]),
     (["--benchmark", "hellaswag={aime}"], ["there is no benchmark 'hellaswag'. Known: gsm8k, math, math500"]),
     (["--benchmark", "gsm8k={aime}"], ["benchmark gsm8k: {aime}, line 1: needs the keys ['question'"]),
@@ -151,8 +151,9 @@ def test_where_no_completion_states_an_answer_there_is_no_vote(
     (["--benchmark", "{aime}"], ["--benchmark must be NAME=FILE"]),
     (["--temperature", "-1", "--top_p", "0", "--k", "9", "--num_workers", "999", "--benchmark", "math={aime}",
       "--model", "gone"],
-     ["--temperature must be at least 0", "--top_p must be above 0", "--num_workers must be at most 256",
-      "got [9] of 4", "needs the keys ['solution']", "--model must be a folder"]),
+     ["temperature: expected number >= 0, got -1", "top_p: expected number > 0 and <= 1",
+      "num_workers: expected integer >= 1 and <= 256", "got [9] of 4", "needs the keys ['solution']",
+      "--model must be a folder"]),
     (["--engine", "vllm", "--device", "cuda:1"], ["--device must be cpu or cuda with --engine vllm: got cuda:1"]),
     (["--device", "cuda"], ["--device cuda: torch finds no CUDA device on this machine"]),
     (["--out", "{aime}"], ["--out must be a folder: {aime} is none"]),
@@ -162,7 +163,7 @@ def test_where_no_completion_states_an_answer_there_is_no_vote(
     (["--compare", "{aime}"], ["--compare: {aime}: not JSON (Extra data"]),
     (["--compare", "{model}/config.json"],
      ["--compare: {model}/config.json: needs accuracy, standard_error, prompts, samples_per_prompt, has "]),
-    (["--completions", "{aime}.gone"], ["--completions: there is no file"]),
+    (["--completions", "{aime}.gone"], ["--completions: {aime}.gone cannot be read: No such file"]),
     (["--entropy", "--engine", "vllm", "--temperature", "0", "--short_tokens", "1024"],
      ["--short_tokens must be below --max_new_tokens (1024), where every completion is short: got 1024",
       "--entropy needs a model in plain transformers: give --engine transformers, got vllm",
@@ -187,7 +188,7 @@ def test_what_is_wrong_is_told_at_once_before_a_model_is_loaded(
     shown = capsys.readouterr().err
     for complaint in complaints:
         assert complaint.format(aime=aime, model=model) in shown
-    assert len(shown.splitlines()) == len(complaints) and not (tmp_path / "out").exists()
+    assert len(shown.splitlines()) == 1 + len(complaints) and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("row", "complaint"), [

@@ -45,6 +45,7 @@ def test_a_name_given_twice_on_the_command_line_takes_the_last_value(load):
 )
 def test_flags_may_stand_bare_or_with_a_value(load, words, expected):
     assert load("--megatron.distributed_optimizer_enable", *words).megatron.distributed_optimizer_enable is expected
+    assert load("--no-megatron.distributed_optimizer_enable").megatron.distributed_optimizer_enable is False
 
 
 def test_null_unsets_an_option_of_a_file(run_dir: Path, load):

@@ -7,12 +7,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.inputs import reading, require_one_beginning
+from openrlhf_ext.options import required
 from openrlhf_ext.options.sections import Reward
+from openrlhf_ext.options.sections.evaluate import Evaluate
 from openrlhf_ext.rewards.answers import answer_alone, extract_answer, stated_answers, surely_different
 from openrlhf_ext.rewards.counting import SOLVED
 from openrlhf_ext.rewards.executor import open_grader
@@ -24,7 +25,6 @@ from openrlhf_ext.tools.evaluate.sampling import (
     Completion,
     Measures,
     Sampler,
-    SamplingSettings,
     TransformersSampler,
     max_prompt_tokens,
 )
@@ -35,27 +35,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class GradingSettings:
-    """How to grade; ``max_failures`` gradings of a problem file may fail (``None``: all), and count as wrong."""
-
-    num_workers: int = 2
-    reward_timeout_s: float = 30.0
-    max_failures: int | None = None
-
-
 Sample = Callable[[Sequence[Problem]], Awaitable[list[Answers]]]
-OpenSampler = Callable[["PreTrainedTokenizerBase", Sequence[str]], AbstractAsyncContextManager[Sampler]]
+OpenSampler = Callable[[Evaluate, "PreTrainedTokenizerBase", Sequence[str]], AbstractAsyncContextManager[Sampler]]
 """Loads a model for these prompts (all that will be asked), and gives its memory back."""
 
 
 def evaluate(
-    tasks: Sequence[Task], stores: Sequence[Store], model: str, sampling: SamplingSettings, grading: GradingSettings,
-    ks: Sequence[int], open_sampler: OpenSampler, short_tokens: int | None = None,
-) -> list[EvaluationResult]:  # fmt: skip
+    tasks: Sequence[Task], stores: Sequence[Store], options: Evaluate, ks: Sequence[int], open_sampler: OpenSampler
+) -> list[EvaluationResult]:
     """Sample completions of every task's problems with a Hugging Face checkpoint and grade them.
 
-    Problems are taken in groups of ``sampling.batch_size`` sequences that do not depend on what the stores hold
+    Problems are taken in groups of ``batch_size`` sequences that do not depend on what the stores hold
     already: a group of which the last problem is missing is sampled again as a whole, so that a command that was killed
     ends in the bytes of one that was not, wherever the engine computes the same batch alike.
 
@@ -63,11 +53,11 @@ def evaluate(
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    with reading(model, "by transformers"):
+    with reading(model := required(options.model, "model"), "by transformers"):
         tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        room = max_prompt_tokens(AutoConfig.from_pretrained(model), sampling.max_new_tokens)
+        room = max_prompt_tokens(AutoConfig.from_pretrained(model), options.max_new_tokens)
     prepared = [_problems_that_fit(task, tokenizer, room) for task in tasks]
-    size = max(1, sampling.batch_size // sampling.n_samples)
+    size = max(1, options.batch_size // options.n_samples)
 
     async def run() -> list[EvaluationResult]:
         results = []
@@ -77,23 +67,22 @@ def evaluate(
             async def sample(group: Sequence[Problem]) -> list[Answers]:
                 if not samplers:
                     prompts = [problem.prompt for problems, _ in prepared for problem in problems]
-                    samplers.append(await opened.enter_async_context(open_sampler(tokenizer, prompts)))
+                    samplers.append(await opened.enter_async_context(open_sampler(options, tokenizer, prompts)))
                 return await samplers[0].sample([p.prompt for p in group], [p.index for p in group])
 
             for task, store, (problems, skipped) in zip(tasks, stores, prepared, strict=True):
                 started = time.perf_counter()
-                await _grade_groups(task, problems, sample, store, grading, size)
+                await _grade_groups(task, problems, sample, store, options, size)
                 seconds = time.perf_counter() - started
-                results.append(
-                    summarize(store.results, task.name, task.path, model, ks, skipped, seconds, short_tokens)
-                )
+                short = options.short_tokens
+                results.append(summarize(store.results, task.name, task.path, model, ks, skipped, seconds, short))
         return results
 
     return asyncio.run(run())
 
 
 def grade_saved(
-    task: Task, store: Store, completions: Sequence[Sequence[str]], grading: GradingSettings, ks: Sequence[int],
+    task: Task, store: Store, completions: Sequence[Sequence[str]], options: Evaluate, ks: Sequence[int],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> EvaluationResult:  # fmt: skip
     """:func:`evaluate` of completions that are there already, without a model; the tokenizer has the chat template."""
@@ -107,28 +96,29 @@ def grade_saved(
         ]  # fmt: skip
 
     started = time.perf_counter()
-    asyncio.run(_grade_groups(task, problems, given, store, grading, size=max(1, 64 // len(completions[0]))))
+    asyncio.run(_grade_groups(task, problems, given, store, options, size=max(1, 64 // len(completions[0]))))
     return summarize(store.results, task.name, task.path, None, ks, 0, time.perf_counter() - started)
 
 
 @asynccontextmanager
 async def open_transformers(
-    folder: str, tokenizer: PreTrainedTokenizerBase, sampling: SamplingSettings, device: str, dtype: str, *,
-    entropy: bool = False, reference: str | None = None,
-) -> AsyncIterator[Sampler]:  # fmt: skip
+    options: Evaluate, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]
+) -> AsyncIterator[Sampler]:
     """Loads a checkpoint in plain transformers, and the reference from which its divergence is measured."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
 
     def load(path: str) -> PreTrainedModel:
         with reading(path, "by transformers"):
-            return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+            return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, options.dtype))
 
-    model, measure = load(folder), None
-    if entropy or reference is not None:
-        other = None if reference is None else load(reference)
-        measure = Measures(model, other, sampling.temperature, sampling.batch_size, device)
-    yield TransformersSampler(model, tokenizer, sampling, device, measure)
+    model, measure = load(required(options.model, "model")), None
+    if options.measures:
+        measure = Measures(model, None if options.reference is None else load(options.reference), options)
+    yield TransformersSampler(model, tokenizer, options, measure)
 
 
 def _prompted(task: Task, tokenizer: PreTrainedTokenizerBase | None) -> list[Problem]:
@@ -154,15 +144,16 @@ def _problems_that_fit(task: Task, tokenizer: PreTrainedTokenizerBase, room: int
 
 
 async def _grade_groups(
-    task: Task, problems: Sequence[Problem], sample: Sample, store: Store, settings: GradingSettings, size: int
+    task: Task, problems: Sequence[Problem], sample: Sample, store: Store, options: Evaluate, size: int
 ) -> None:
     if done := len(store.results):
         logger.info("%s: %d of %d problems are there from an earlier command", task.name, done, len(problems))
     if done >= len(problems):
         return
-    workers = settings.num_workers
-    grader = open_grader(Reward(remote_url=task.reward, num_workers=workers, timeout_s=settings.reward_timeout_s))
-    policy = FailurePolicy(settings.max_failures)
+    workers = options.num_workers
+    grader = open_grader(Reward(remote_url=task.reward, num_workers=workers, timeout_s=options.reward_timeout_s))
+    tolerated = 10 if options.max_failures is None and options.reward else options.max_failures
+    policy = FailurePolicy(tolerated)
     grading = Grading(grader, policy, workers, by_equality=task.reward == MATHS)
     try:
         grader.start()
@@ -239,9 +230,25 @@ class Grading:
     async def votes(self, texts: Sequence[str], correct: Sequence[bool]) -> list[int | None]:
         """For each completion of a problem the number of the answer it votes for; ``None``: it states none.
 
-        All correct answers are one, since each equals the label. Wrong ones are compared with the first of each group.
+        All correct answers are one, since each equals the label. Wrong ones are compared with the first of each group;
+        those of the same normalized text are equal in any case.
         """
-        return await group_votes(texts, correct, self._equal)
+        groups: list[str] = []  # the first answer of each; "" for the correct one, wherever it comes
+        known: dict[tuple[bool, str] | None, int | None] = {None: None}
+        stated = stated_answers(texts, correct)
+        for text, answer in zip(texts, stated, strict=True):
+            if answer is not None and answer not in known:
+                known[answer] = await self._group_of("" if answer[0] else extract_answer(text) or "", groups)
+        return [known[answer] for answer in stated]
+
+    async def _group_of(self, answer: str, groups: list[str]) -> int:
+        others = [number for number, first in enumerate(groups) if first and answer]
+        same = await asyncio.gather(*(self._equal(groups[number], answer) for number in others))
+        found = next((number for number, is_same in zip(others, same, strict=True) if is_same), None)
+        if found is None:
+            groups.append(answer)
+            return len(groups) - 1
+        return found
 
     async def _equal(self, first: str, second: str) -> bool:
         if not self._by_equality or surely_different(first, second):
@@ -253,28 +260,3 @@ class Grading:
                 logger.warning("two answers could not be compared and count as different: %s", error)
                 return False
         return result.score >= SOLVED
-
-
-async def group_votes(
-    texts: Sequence[str], correct: Sequence[bool], equal: Callable[[str, str], Awaitable[bool]]
-) -> list[int | None]:
-    """:meth:`Grading.votes` with any rule of equality; answers of the same normalized text are equal in any case."""
-    groups: list[str] = []  # the first answer of each; "" for the correct one, wherever it comes
-    known: dict[tuple[bool, str], int] = {}
-    votes: list[int | None] = []
-    for text, stated in zip(texts, stated_answers(texts, correct), strict=True):
-        if stated is not None and stated not in known:
-            answer = "" if stated[0] else extract_answer(text) or ""
-            known[stated] = await _group_of(answer, groups, equal)
-        votes.append(None if stated is None else known[stated])
-    return votes
-
-
-async def _group_of(answer: str, groups: list[str], equal: Callable[[str, str], Awaitable[bool]]) -> int:
-    others = [number for number, first in enumerate(groups) if first and answer]
-    same = await asyncio.gather(*(equal(groups[number], answer) for number in others))
-    found = next((number for number, is_same in zip(others, same, strict=True) if is_same), None)
-    if found is None:
-        groups.append(answer)
-        return len(groups) - 1
-    return found

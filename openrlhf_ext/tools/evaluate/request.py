@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.config.files import tokenizer_difference, tokenizer_fault
+from openrlhf_ext.config.load import Draft, collect, read_command_line, read_files, typed
+from openrlhf_ext.config.show import format_help
 from openrlhf_ext.inputs import (
     INTEGER,
     NUMBER,
@@ -28,10 +29,14 @@ from openrlhf_ext.inputs import (
 )
 from openrlhf_ext.megatron.model.adapter import base_of, is_adapter
 from openrlhf_ext.megatron.model.folder import require_one_model, require_tied_head
+from openrlhf_ext.options import ConfigError, Violation, is_set
+from openrlhf_ext.options.sections.evaluate import Evaluate
+from openrlhf_ext.options.table import table_of
 from openrlhf_ext.patches.environment import has_cuda
 from openrlhf_ext.rewards.counting import powers_of_two
 from openrlhf_ext.tools.evaluate.problems import (
     MATHS,
+    Problem,
     PromptStyle,
     Task,
     digest_of,
@@ -42,7 +47,7 @@ from openrlhf_ext.tools.evaluate.problems import (
     system_message,
     task_settings,
 )
-from openrlhf_ext.tools.evaluate.protocols import MATH_TEMPLATE, PROTOCOLS, SYSTEM_PROMPTS, settle
+from openrlhf_ext.tools.evaluate.protocols import MATH_TEMPLATE, PROTOCOLS, SYSTEM_PROMPTS, listed
 
 _SAMPLING = ("temperature", "top_p", "max_new_tokens", "batch_size", "seed", "engine", "dtype", "device", "greedy")
 _ENGINE = ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_mib")
@@ -58,125 +63,100 @@ _RESULT_MAYBE = {
     "majority_at_k": map_of(NUMBER), "sample_answers": list_of(_SAMPLE_ANSWER),
 }  # fmt: skip
 
-_SHARE = (lambda value: 0 < value <= 1, "above 0 and at most 1")
-_SECONDS = (lambda value: 0 < value < math.inf, "a positive number of seconds")
-_BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda value: value >= 0, "at least 0"), "top_p": _SHARE, "gpu_memory_utilization": _SHARE,
-    "reward_timeout_s": _SECONDS, "engine_timeout_s": _SECONDS,
-    "num_workers": (lambda value: value <= 2**8, "at most 256"),
-    "kv_cache_mib": (lambda value: value <= 2**20, "at most 1048576"),
-}  # fmt: skip
+_BENCHMARK_TOKENS = 1024  # a worked solution; in 64 tokens no model ends one
+
+
+def load_request(argv: Sequence[str]) -> Request:
+    """What the words of a command ask for. Raises ConfigError: lists everything that is wrong with them, with the files
+    that they name, or with the folder of the results."""
+    table = table_of(Evaluate)
+    line = read_command_line(argv, table)
+    if line.help_filter is not None:
+        sys.stdout.write(f"{format_help(line.help_filter, model=Evaluate)}\nprotocols:\n{listed()}\n")
+        raise SystemExit(0)
+    settings, broken = read_files(line.config_files, table)
+    draft = Draft(table, [*line.violations, *broken])
+    collect(draft, [*settings, *line.settings])
+    for name, value in _usual_values(draft.values).items():
+        if draft.values.get(name) is None:
+            draft.values[name] = value
+    request = Request(typed(draft, Evaluate))
+    draft.violations += [each for each in request.violations() if draft.tainted.isdisjoint(each.options)]
+    if not draft.violations:
+        draft.violations += request.conflicts()
+    if draft.violations:
+        raise ConfigError(draft.violations)
+    return request
+
+
+def _usual_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of options that are not given: those of the protocol; of saved completions it only says where answers stand."""
+    usual = {"max_new_tokens": _BENCHMARK_TOKENS} if given.get("benchmark") else {}
+    protocol = PROTOCOLS.get(str(given.get("protocol")))
+    return usual | (protocol.options if protocol is not None and not given.get("completions") else {})
 
 
 class Request:
     """What the options of the command ask for; files are read once, when they are first needed."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        self.instead = settle(arguments)
-        """What was given besides a protocol and wins over it."""
+    def __init__(self, options: Evaluate) -> None:
+        self.options = options
 
-    def faults(self) -> Iterator[str]:
-        given = self.arguments
-        found = [*self._usage_faults(), *self._number_faults(), *self._model_faults(), *self._measure_faults()]
-        tasks, wrong_files = self._tasks
-        found += wrong_files
-        if given.completions:
-            if not wrong_files and Path(given.completions).is_file():
-                found += self._attempt(lambda: self.completions)
-        else:
-            found += self._sample_faults(self.samples)
-        if tasks and not wrong_files and not found:
-            found += self._compared_faults(tasks[0])
-        if given.out and not found:
-            for task, settings in zip(tasks, self.settings, strict=True):
-                found += self._attempt(partial(read_results, Path(given.out) / f"{task.name}.jsonl", settings))
-        yield from found
-
-    def _usage_faults(self) -> Iterator[str]:
-        given = self.arguments
-        if bool(given.benchmark) == bool(given.data):
-            yield "give either --benchmark NAME=FILE (one or several), or --data FILE with --reward"
-        if given.data and not given.reward:
-            yield "--data needs --reward, which says what a right answer is"
-        if given.data and not Path(given.data).is_file():
-            yield f"--data: there is no file {given.data}"
-        if given.completions and len(given.benchmark) > 1:
-            yield f"--completions belong to one benchmark: got {len(given.benchmark)}; grade them one after the other"
-        if given.completions and not Path(given.completions).is_file():
-            yield f"--completions: there is no file {given.completions}"
-        if given.min_gain is not None and given.compare is None:
-            yield "--min_gain needs --compare"
-        yield from (f"--compare: {fault}" for fault in self._attempt(lambda: self.before))
-        comparing = [name for name in ("compare", "expect_accuracy") if getattr(given, name) is not None]
-        if comparing and len(given.benchmark) > 1:
-            yield f"--{comparing[0]} is for one problem file: got {len(given.benchmark)} benchmarks"
-
-    def _number_faults(self) -> Iterator[str]:
-        given = self.arguments
-        for name, (holds, words) in _BOUNDS.items():
-            if not holds(value := getattr(given, name)):
-                yield f"--{name} must be {words}: got {value:g}"
+    def violations(self) -> Iterator[Violation]:
+        """What is wrong with the options, and with each of the files."""
+        given = self.options
+        yield from given.violations()
         if given.out and Path(given.out).exists() and not Path(given.out).is_dir():
-            yield f"--out must be a folder: {given.out} is none"
-        if given.engine == "vllm" and given.device not in ("cpu", "cuda"):
-            which = "CUDA_VISIBLE_DEVICES chooses the GPUs"
-            yield f"--device must be cpu or cuda with --engine vllm: got {given.device}; {which}"
-        elif given.device.startswith("cuda") and not has_cuda():
-            yield f"--device {given.device}: torch finds no CUDA device on this machine; --device cpu is the default"
+            yield Violation(("out",), f"--out must be a folder: {given.out} is none")
+        if given.device.startswith("cuda") and not has_cuda() and (given.engine != "vllm" or given.device == "cuda"):
+            none = "torch finds no CUDA device on this machine; --device cpu is the default"
+            yield Violation(("device",), f"--device {given.device}: {none}")
+        yield from _faults("compare", lambda: self.before)
+        yield from self._model_violations()
+        wrong_files = self._tasks[1]
+        yield from wrong_files
+        if not given.completions:
+            yield from _faults("k", lambda: self.ks(given.n_samples), "n_samples")
+        elif not wrong_files:
+            yield from _faults("completions", lambda: self.completions)
 
-    def _model_faults(self) -> Iterator[str]:
-        given = self.arguments
-        if given.model is None:
-            if not given.completions:
-                yield "give --model (a checkpoint to sample from), or --completions (saved ones)"
-            elif given.apply_chat_template:
-                yield "--apply_chat_template with --completions needs --model, whose tokenizer has the template"
-        elif not Path(given.model).is_dir():  # a name would be looked for on the hub, for a minute without a network
-            yield f"--model must be a folder with a Hugging Face checkpoint: {given.model} is none"
-        else:
-            if (fault := tokenizer_fault(given.model, chat=given.apply_chat_template)) is not None:
-                yield f"--model: {given.model} {fault}"
-            elif not given.completions:
-                yield from self._attempt(lambda: _vocabulary_size(given.model))
+    def conflicts(self) -> Iterator[Violation]:
+        """What in itself is right, and does not belong together: an earlier result, the folder of the results."""
+        yield from _faults("compare", lambda: self._require_same_problems(self.tasks[0]))
+        if self.options.out:
+            for task, settings in zip(self.tasks, self.settings, strict=True):
+                path = Path(self.options.out) / f"{task.name}.jsonl"
+                yield from _faults("out", partial(read_results, path, settings))
 
-    def _measure_faults(self) -> Iterator[str]:
-        given = self.arguments
-        if given.completions:
-            if asked := [name for name in ("greedy", "short_tokens", "entropy", "reference") if getattr(given, name)]:
-                remedy = "sample them with --model instead of --completions"
-                yield f"--{', --'.join(asked)}: --completions has texts without tokens; {remedy}"
+    def _model_violations(self) -> Iterator[Violation]:
+        given = self.options
+        compared = None if given.completions else given.reference
+        for name, folder in (("model", given.model), ("reference", compared)):
+            if folder is not None and not Path(folder).is_dir():
+                # a name would be looked for on the hub, for a minute without a network
+                said = f"--{name} must be a folder with a Hugging Face checkpoint: {folder} is none"
+                yield Violation((name,), said)
+        if (model := given.model) is None or not Path(model).is_dir():
             return
-        if given.short_tokens is not None and given.short_tokens >= given.max_new_tokens:
-            most = f"--max_new_tokens ({given.max_new_tokens}), where every completion is short"
-            yield f"--short_tokens must be below {most}: got {given.short_tokens}"
-        if self._measures:
-            option = "--entropy" if given.reference is None else "--reference"
-            if given.engine == "vllm":
-                yield f"{option} needs a model in plain transformers: give --engine transformers, got vllm"
-            if given.temperature == 0:
-                yield f"{option} needs --temperature above 0, where tokens are drawn from a distribution: got 0"
-        if given.reference is not None and not Path(given.reference).is_dir():
-            yield f"--reference must be a folder with a Hugging Face checkpoint: {given.reference} is none"
-        elif given.reference is not None and given.model is not None and Path(given.model).is_dir():
-            yield from self._attempt(lambda: _require_one_vocabulary(given.model, given.reference))
+        if (fault := tokenizer_fault(model, chat=given.apply_chat_template)) is not None:
+            yield Violation(("model",), f"--model: {model} {fault}")
+        elif not given.completions:
+            yield from _faults("model", lambda: _vocabulary_size(model))
+        if compared is not None and Path(compared).is_dir():
+            yield from _faults("reference", lambda: _require_one_vocabulary(model, compared))
 
-    def _sample_faults(self, samples: int) -> Iterator[str]:
-        if above := [k for k in self.ks(samples) if k > samples]:
-            yield f"--k must be at most the completions of a prompt (--n): got {above} of {samples}"
-
-    def _compared_faults(self, task: Task) -> Iterator[str]:
-        """An earlier result is of the same problems, as far as it says."""
+    def _require_same_problems(self, task: Task) -> None:
+        """Raises ValueError if an earlier result says that it is of others."""
         before, problems = self.before or {}, len(task.problems)
         then = before.get("prompts", problems) + before.get("skipped_overlong", 0)
         name = before.get("benchmark", task.name)
         if (name, then) != (task.name, problems):
-            yield (f"--compare: {self.arguments.compare} is of {then} problems of {name}, this is of {problems} of "
+            raise ValueError(f"{self.options.compare} is of {then} problems of {name}, this is of {problems} of "
                 f"{task.name}: give an earlier result of the same problems (--limit)")  # fmt: skip
 
     @cached_property
     def before(self) -> dict[str, Any] | None:
-        path = self.arguments.compare
+        path = self.options.compare
         if path is None:
             return None
         value = decode(read_text(path), str(path))
@@ -188,41 +168,32 @@ class Request:
             found["accuracy"] = found.get("pass_at_k", {}).get("1", found["accuracy"])
         return found
 
-    @staticmethod
-    def _attempt(read: Callable[[], Any]) -> list[str]:
-        try:
-            read()
-        except (ValueError, OSError) as error:
-            return str(error).splitlines()
-        return []
-
-    @property
-    def _measures(self) -> bool:
-        """Whether the model has to be asked once more for every completion."""
-        return self.arguments.entropy or self.arguments.reference is not None
-
     @property
     def protocol_note(self) -> str:
         """Which protocol was followed, and where it was not; "" without one."""
-        name = self.arguments.protocol
+        given, name = self.options, self.options.protocol
         if name is None:
             return ""
-        return f"protocol {name}" + (f", but {', '.join(self.instead)}" if self.instead else "")
-
-    @property
-    def samples(self) -> int:
-        return self.arguments.n_samples or 4
+        asked = {} if given.completions else PROTOCOLS[name].options
+        pairs = [(option, getattr(given, option), meant) for option, meant in asked.items()]
+        instead = [f"--{option} {value!r} instead of {meant!r}" for option, value, meant in pairs if value != meant]
+        return f"protocol {name}" + (f", but {', '.join(instead)}" if instead else "")
 
     def ks(self, samples: int) -> list[int]:
-        return sorted(set(self.arguments.k or powers_of_two(samples)))
+        """Sizes of pass@k and maj@k. Raises ValueError: one is above the number of a prompt's completions."""
+        ks = sorted(set(self.options.k or powers_of_two(samples)))
+        if above := [k for k in ks if k > samples]:
+            raise ValueError(f"must be at most the completions of a prompt (--n): got {above} of {samples}")
+        return ks
 
     @property
     def tasks(self) -> list[Task]:
         return self._tasks[0]
 
     @cached_property
-    def _tasks(self) -> tuple[list[Task], list[str]]:
-        given = self.arguments
+    def _tasks(self) -> tuple[list[Task], list[Violation]]:
+        """The tasks, and what is wrong with their files and prompts."""
+        given = self.options
         # a chat template replaces the template of a user's own data, as in OpenRLHF; in a benchmark's it goes around it
         usual = "{}" if given.system_prompt in SYSTEM_PROMPTS else MATH_TEMPLATE
         template = (given.input_template or usual) if given.benchmark else given.input_template
@@ -230,56 +201,54 @@ class Request:
             template = None
         answers = PROTOCOLS[given.protocol].answers if given.protocol is not None else "any"
         style = PromptStyle(template=template, chat=given.apply_chat_template)
-        faults = [fault] if (fault := style.fault()) is not None else []
+        faults = [Violation(("input_template",), fault)] if (fault := style.fault()) is not None else []
         try:
             style = replace(style, system_prompt=system_message(given.system_prompt))
         except InputError as error:
-            faults.append(str(error))
+            faults.append(Violation(("system_prompt",), str(error)))
         tasks: dict[str, Task] = {}
 
-        def load() -> None:
-            if data:
-                problems = load_problems(path, given.input_key, given.label_key, given.limit, given.apply_chat_template)
-            else:
-                problems = load_benchmark(name, path, given.limit)
+        def load(name: str, path: str, read: Callable[[], list[Problem]]) -> None:
+            problems = read()
             if name in tasks:
-                raise ValueError(f"--benchmark: {name} is given twice")
+                raise ValueError(f"{name} is given twice")
             tasks[name] = Task(name, path, problems, given.reward or MATHS, style, answers)
 
         for spec in given.benchmark:
             name, equals, path = spec.partition("=")
-            data = False
-            faults += self._attempt(load) if equals else [f"--benchmark must be NAME=FILE: got {spec!r}"]
-        if given.data and Path(given.data).is_file():
-            name, path, data = Path(given.data).stem, given.data, True
-            faults += self._attempt(load)
+            read = partial(load_benchmark, name, path, given.limit)
+            wrong = Violation(("benchmark",), f"--benchmark must be NAME=FILE: got {spec!r}")
+            faults += _faults("benchmark", partial(load, name, path, read)) if equals else [wrong]
+        if given.data:
+            keys = given.input_key, given.label_key
+            read = partial(load_problems, given.data, *keys, given.limit, given.apply_chat_template)
+            faults += _faults("data", partial(load, Path(given.data).stem, given.data, read))
         return list(tasks.values()), faults
 
     @cached_property
     def completions(self) -> list[list[str]]:
-        found = load_completions(self.arguments.completions, self.tasks[0].problems)
+        given = self.options
+        found = load_completions(given.completions or "", self.tasks[0].problems)
         samples = len(found[0])
-        faults = list(self._sample_faults(samples))
-        if self.arguments.n_samples not in (None, samples):
-            faults.append(f"--n {self.arguments.n_samples} is not what --completions has of each problem: {samples}")
-        if faults:
-            raise ValueError("\n".join(faults))
+        if is_set(given, "n_samples") and given.n_samples != samples:
+            raise ValueError(f"there are {samples} of each problem: got --n {given.n_samples}")
+        self.ks(samples)
         return found
 
     @cached_property
     def settings(self) -> list[dict[str, Any]]:
-        given = self.arguments
+        given = self.options
         names = [*_SAMPLING, *(_ENGINE if given.engine == "vllm" else ())]
-        sampling = {"n": self.samples, **{name: getattr(given, name) for name in names}, "entropy": self._measures}
+        sampling = {"n": given.n_samples, **{name: getattr(given, name) for name in names}, "entropy": given.measures}
         return [task_settings(task, sampling, given.model, given.completions, given.reference) for task in self.tasks]
 
     @cached_property
     def out(self) -> Path | None:
         """Where everything is kept: the folder of --out; without it and --json one named after settings and files."""
-        given = self.arguments
-        if given.out or given.json:
+        given = self.options
+        if given.out or given.json_file:
             return Path(given.out) if given.out else None
-        source = Path(given.completions).stem if given.completions else Path(given.model).resolve().name
+        source = Path(given.completions).stem if given.completions else Path(given.model or "").resolve().name
         name = "-".join([source, *(task.name for task in self.tasks), digest_of(self.settings)[:8]])
         return Path("runs/evaluation") / name
 
@@ -287,15 +256,24 @@ class Request:
         return self.out / f"{name}.jsonl" if self.out else None
 
 
+def _faults(option: str, read: Callable[[], Any], *others: str) -> list[Violation]:
+    """What is wrong with what an option names, which ``read`` reads."""
+    try:
+        read()
+    except (ValueError, OSError) as error:
+        return [Violation((option, *others), f"--{option}: {line}") for line in str(error).splitlines()]
+    return []
+
+
 def _require_one_vocabulary(model: str, reference: str) -> None:
     """Raises ValueError unless the same token of two checkpoints has the same number, as far as their files tell."""
     sizes = [_vocabulary_size(folder) for folder in (model, reference)]
     remedy = "give the checkpoint that the model was trained from"
     if sizes[0] != sizes[1]:
-        raise ValueError(f"--reference must have the vocabulary of --model: {reference} has {sizes[1]} tokens, {model} "
+        raise ValueError(f"must have the vocabulary of --model: {reference} has {sizes[1]} tokens, {model} "
             f"has {sizes[0]}; {remedy}")  # fmt: skip
     if (difference := tokenizer_difference(model, reference)) is not None:
-        raise ValueError(f"--reference must have the tokenizer of --model: {difference}; {remedy}")
+        raise ValueError(f"must have the tokenizer of --model: {difference}; {remedy}")
 
 
 def _vocabulary_size(folder: str) -> int:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import NormalDist, fmean
 from typing import Any
 
-from openrlhf_ext.rewards.counting import SOLVED, majorities, pass_at_k
+from openrlhf_ext.rewards.counting import SOLVED, majorities, passes_at_k
 
 _QUANTILE = NormalDist().inv_cdf(0.975)
 _FEW_ENDED = 0.95
@@ -151,14 +151,14 @@ def summarize(
     groups = [problem["completions"] for problem in problems]
     flat = [completion for group in groups for completion in group]
     samples = len(groups[0])
-    right = [[float(_is_right(completion)) for completion in group] for group in groups]
-    passes = {k: [pass_at_k(samples, int(sum(group)), k) for group in right] for k in ks}
+    right = [[_is_right(completion) for completion in group] for group in groups]
+    passes = passes_at_k(right, ks)
     votes = [[(completion["vote"], _is_right(completion)) for completion in group] for group in groups]
     counted = majorities(votes, sorted({*ks, samples}))
     chances = {k: [chance for chance, _ in pairs] for k, pairs in counted.items()}
     lengths_known = all(completion["tokens"] is not None for completion in flat)
     greedy = [problem["greedy"] for problem in problems if "greedy" in problem]
-    greedy_right = [float(_is_right(completion)) for completion in greedy]
+    greedy_right = [_is_right(completion) for completion in greedy]
     all_right, all_wrong = _split(flat, _is_right)
     ungraded = [completion for completion in [*flat, *greedy] if not completion["graded"]]
     short, long = _split(flat, lambda c: c["tokens"] <= short_tokens) if short_tokens is not None else ([], [])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from openrlhf_ext.options.sections.evaluate import Evaluate
 from openrlhf_ext.rollout.response import derived_seed
 
 if TYPE_CHECKING:
@@ -51,26 +52,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class Answers:
-    """What was sampled for one problem; ``greedy``: of the most likely tokens, if the settings ask for it."""
+    """What was sampled for one problem; ``greedy``: of the most likely tokens, if the options ask for it."""
 
     completions: Sequence[Completion]
     greedy: Completion | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingSettings:
-    """How completions are sampled; temperature 0 takes the most likely token, top_p 1 the whole vocabulary."""
-
-    n_samples: int = 4
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_new_tokens: int = 64
-    batch_size: int = 256
-    seed: int = 0
-    greedy: bool = False
-
-    def of_greedy(self) -> SamplingSettings:
-        return replace(self, n_samples=1, temperature=0.0)
+def of_greedy(options: Evaluate) -> Evaluate:
+    return options.model_copy(update={"n_samples": 1, "temperature": 0.0})
 
 
 class Sampler(Protocol):
@@ -88,22 +77,21 @@ class TransformersSampler:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings, device: str,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: Evaluate,
         measure: Measures | None = None,
     ) -> None:  # fmt: skip
-        self._model, self._tokenizer, self._settings, self._device = model, tokenizer, settings, device
-        self._measure = measure
+        self._model, self._tokenizer, self._options, self._measure = model, tokenizer, options, measure
 
     async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[Answers]:
-        settings = replace(self._settings, seed=derived_seed(self._settings.seed, places[0]))
-        sampled = self._sample(prompts, settings)
+        options = self._options.model_copy(update={"seed": derived_seed(self._options.seed, places[0])})
+        sampled = self._sample(prompts, options)
         if self._measure is not None:
             measured = iter(self._measure([completion for group in sampled for completion in group]))
             sampled = [[next(measured) for _ in group] for group in sampled]
-        return _answers(sampled, self._sample(prompts, settings.of_greedy()) if settings.greedy else None)
+        return _answers(sampled, self._sample(prompts, of_greedy(options)) if options.greedy else None)
 
-    def _sample(self, prompts: Sequence[str], settings: SamplingSettings) -> list[list[Completion]]:
-        return sample_completions(self._model, self._tokenizer, prompts, settings, self._device)
+    def _sample(self, prompts: Sequence[str], options: Evaluate) -> list[list[Completion]]:
+        return sample_completions(self._model, self._tokenizer, prompts, options)
 
 
 class CompletionEngine(Protocol):
@@ -119,29 +107,25 @@ class CompletionEngine(Protocol):
 class EngineSampler:
     """Samples with an engine; every completion has a seed of its own, derived from (seed, problem, sample).
 
-    ``folder``: the checkpoint, whose ``generation_config.json`` names more tokens that end a completion.
+    The checkpoint's ``generation_config.json`` names more tokens that end a completion.
     """
 
-    def __init__(
-        self, engine: CompletionEngine, tokenizer: PreTrainedTokenizerBase, folder: str, settings: SamplingSettings
-    ) -> None:
-        self._engine, self._tokenizer, self._settings = engine, tokenizer, settings
-        self._eos = _eos_ids(_saved_generation_config(folder), tokenizer)
+    def __init__(self, engine: CompletionEngine, tokenizer: PreTrainedTokenizerBase, options: Evaluate) -> None:
+        self._engine, self._tokenizer, self._options = engine, tokenizer, options
+        self._eos = _eos_ids(_saved_generation_config(Path(options.model or "")), tokenizer)
 
     async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[Answers]:
-        settings = self._settings
-        sampled = await self._sample(prompts, places, settings)
-        return _answers(sampled, await self._sample(prompts, places, settings.of_greedy()) if settings.greedy else None)
+        options = self._options
+        sampled = await self._sample(prompts, places, options)
+        return _answers(sampled, await self._sample(prompts, places, of_greedy(options)) if options.greedy else None)
 
-    async def _sample(
-        self, prompts: Sequence[str], places: Sequence[int], settings: SamplingSettings
-    ) -> list[list[Completion]]:
-        samples = settings.n_samples
+    async def _sample(self, prompts: Sequence[str], places: Sequence[int], options: Evaluate) -> list[list[Completion]]:
+        samples = options.n_samples
         prompt_ids = self._tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
         sampled = await self._engine.complete(
             [ids for ids in prompt_ids for _ in range(samples)],
-            [derived_seed(settings.seed, place, sample) for place in places for sample in range(samples)],
-            temperature=settings.temperature, top_p=settings.top_p, max_tokens=settings.max_new_tokens,
+            [derived_seed(options.seed, place, sample) for place in places for sample in range(samples)],
+            temperature=options.temperature, top_p=options.top_p, max_tokens=options.max_new_tokens,
             stop_token_ids=self._eos,
         )  # fmt: skip
         found = iter(sampled)
@@ -158,24 +142,23 @@ def _answers(sampled: Sequence[list[Completion]], greedy: Sequence[list[Completi
 
 
 def sample_completions(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], settings: SamplingSettings,
-    device: str | torch.device = "cpu",
-) -> list[list[Completion]]:  # fmt: skip
-    """Completions of each prompt, in the given order; no special tokens are added. The model is moved to ``device``.
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], options: Evaluate
+) -> list[list[Completion]]:
+    """Completions of each prompt, in the given order; no special tokens are added. The model is moved to the device.
 
     The model's own sampling defaults (top-k, repetition penalty, ...) are not used: the distribution is exactly that of
     the options, as in a rollout. The same seed, batch size and device give the same completions; the global random
     state is left as it was. Raises ValueError: a prompt is empty or leaves no room for ``max_new_tokens``.
     """
     prompt_ids = tokenizer(list(prompts), add_special_tokens=False)["input_ids"] if prompts else []
-    _check_lengths(prompts, prompt_ids, max_prompt_tokens(model.config, settings.max_new_tokens))
-    config = _generation_config(model, tokenizer, settings)
-    rows = [i for i in range(len(prompts)) for _ in range(settings.n_samples)]
+    _check_lengths(prompts, prompt_ids, max_prompt_tokens(model.config, options.max_new_tokens))
+    config = _generation_config(model, tokenizer, options)
+    rows = [i for i in range(len(prompts)) for _ in range(options.n_samples)]
     order = sorted(rows, key=lambda i: len(prompt_ids[i]))  # those of similar length share a batch
     completions: list[list[Completion]] = [[] for _ in prompts]
-    nn.Module.to(model, device)  # transformers' own wrapper of it has no type
-    with _evaluating(model, config), _seeded(settings.seed, torch.device(device)), threads_for(model):
-        for rows in _chunks(order, settings.batch_size):
+    nn.Module.to(model, options.device)  # transformers' own wrapper of it has no type
+    with _evaluating(model, config), _seeded(options.seed, torch.device(options.device)), threads_for(model):
+        for rows in _chunks(order, options.batch_size):
             generated = _generate(model, [prompt_ids[i] for i in rows], config)
             for i, new_ids in zip(rows, generated, strict=True):
                 completions[i].append(_completion(tokenizer, prompt_ids[i], new_ids, config.eos_token_id))
@@ -198,23 +181,23 @@ def _check_lengths(prompts: Sequence[str], prompt_ids: list[list[int]], limit: i
 
 
 def _generation_config(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: SamplingSettings
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: Evaluate
 ) -> GenerationConfig:
     from transformers import GenerationConfig
 
     eos = _eos_ids(model.generation_config, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos[0]
-    sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
+    sampling = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
     return GenerationConfig(
-        max_new_tokens=settings.max_new_tokens, eos_token_id=eos, pad_token_id=pad,
-        **(sampling if settings.temperature > 0 else {"do_sample": False}),
+        max_new_tokens=options.max_new_tokens, eos_token_id=eos, pad_token_id=pad,
+        **(sampling if options.temperature > 0 else {"do_sample": False}),
     )  # fmt: skip
 
 
-def _saved_generation_config(folder: str) -> GenerationConfig | None:
+def _saved_generation_config(folder: Path) -> GenerationConfig | None:
     from transformers import GenerationConfig
 
-    return GenerationConfig.from_pretrained(folder) if (Path(folder) / "generation_config.json").is_file() else None
+    return GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
 
 
 def _eos_ids(saved: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -310,15 +293,12 @@ class Measures:
 
     Distributions are those from which the completions' tokens were drawn, the end-of-sequence token's included, before
     any nucleus is cut out of them; logits are taken to fp32. The reference has the same vocabulary; both models are
-    moved to ``device``. A forward pass has fewer than ``batch_size`` sequences where their logits would be too large.
+    moved to the device. A forward pass has fewer than ``batch_size`` sequences where their logits would be too large.
     """
 
-    def __init__(
-        self, policy: PreTrainedModel, reference: PreTrainedModel | None, temperature: float, batch_size: int,
-        device: str,
-    ) -> None:  # fmt: skip
+    def __init__(self, policy: PreTrainedModel, reference: PreTrainedModel | None, options: Evaluate) -> None:
         self._policy, self._reference = policy, reference
-        self._temperature, self._batch_size, self._device = temperature, batch_size, device
+        self._temperature, self._batch_size, self._device = options.temperature, options.batch_size, options.device
 
     @torch.inference_mode()
     def __call__(self, completions: Sequence[Completion]) -> list[Completion]:

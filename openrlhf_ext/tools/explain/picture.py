@@ -1,4 +1,4 @@
-"""The picture in a terminal: what it shows, as plain numbers and texts; its colors, its layout, its lines."""
+"""The picture in a terminal: what it shows, as plain numbers and texts; its colors, its lines."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ class Quantity:
         scale: ``amount`` for numbers from 0 up, ``signed`` for numbers whose sign says most and whose sizes are to
             be compared within a sign, ``deviation`` for numbers around 0, ``factor`` for numbers around 1, ``choice``
             for 0 and 1.
-        values: one number for each token of each completion; None for one that an agent's environment wrote.
+        values: one finite number for each token of each completion; None for one that an environment wrote.
     """
 
     name: str
     meaning: str
     scale: Literal["amount", "signed", "deviation", "factor", "choice"]
     values: tuple[tuple[float | None, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not all(map(math.isfinite, self.numbers)):
+            raise ValueError(f"{self.name} must be finite")
 
     @property
     def numbers(self) -> list[float]:
@@ -41,7 +45,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything the picture shows; each quantity has exactly one finite number, or None, for each token."""
+    """Everything the picture shows."""
 
     title: str
     prompt: str
@@ -49,38 +53,23 @@ class Explanation:
     completions: tuple[Completion, ...]
     quantities: tuple[Quantity, ...]
 
-    def __post_init__(self) -> None:
-        lengths = [len(completion.tokens) for completion in self.completions]
-        for quantity in self.quantities:
-            found = [len(row) for row in quantity.values]
-            if found != lengths:
-                raise ValueError(f"{quantity.name} needs one value per token: {lengths} tokens, {found} values")
-            if not all(map(math.isfinite, quantity.numbers)):
-                raise ValueError(f"{quantity.name} must be finite")
-
 
 # ---- colors ---------------------------------------------------------------------------------------------------------
 
 Color = tuple[float, float, float]
 """Red, green, blue, each 0 to 1."""
 
-_WHITE: Color = (1.0, 1.0, 1.0)
-_BLUE: Color = (0.07, 0.34, 0.66)
-_RED: Color = (0.75, 0.10, 0.17)
-_DIM: Color = (0.62, 0.62, 0.64)
+_WHITE, _DIM = (1.0, 1.0, 1.0), (0.62, 0.62, 0.64)
+_BLUE_RED = (0.07, 0.34, 0.66), (0.75, 0.10, 0.17)
+_ORANGE, _YELLOW = (0.80, 0.36, 0.02), (0.98, 0.78, 0.24)
 _COLORS: dict[str, tuple[Color, Color]] = {
-    "amount": ((0.80, 0.36, 0.02), (0.80, 0.36, 0.02)), "signed": (_BLUE, _RED), "deviation": (_BLUE, _RED),
-    "factor": ((0.04, 0.45, 0.26), (0.30, 0.30, 0.33)), "choice": ((0.98, 0.78, 0.24), (0.98, 0.78, 0.24)),
+    "amount": (_ORANGE, _ORANGE), "signed": _BLUE_RED, "deviation": _BLUE_RED, "choice": (_YELLOW, _YELLOW),
+    "factor": ((0.04, 0.45, 0.26), (0.30, 0.30, 0.33)),
 }  # fmt: skip
 """Of the largest number above the center of a scale, and of the one furthest below it."""
 _PALEST, _DEEPEST = 0.18, 0.9  # strength of a sign's smallest and largest value; 0 is white, 1 its full color
 _FULL_CONTRAST = 0.1  # values that differ by less than this fraction get colors that differ less, too
-
-
-@dataclass(frozen=True)
-class Swatch:
-    label: str
-    ramp: tuple[Color, ...]
+_STEPS = 12  # of a ramp in the legend
 
 
 class Palette:
@@ -93,11 +82,9 @@ class Palette:
     def __init__(self, quantity: Quantity) -> None:
         self.scale = quantity.scale
         self.center = 1.0 if quantity.scale == "factor" else 0.0
-        self.above, self.below = _COLORS[quantity.scale]
         offsets = [value - self.center for value in quantity.numbers]
         self.up, self.down = (_span([sign * offset for offset in offsets if sign * offset > 0]) for sign in (1, -1))
-        self.neutral = 0 in offsets
-        self.largest = max(map(abs, offsets), default=0.0)
+        self.neutral, self.furthest = 0 in offsets, max(map(abs, offsets), default=0.0)
         # two, or as many as show two digits of the largest value, at most six
         largest = max(map(abs, quantity.numbers), default=0.0)
         self.decimals = 2 if largest == 0 else min(6, max(2, 1 - math.floor(math.log10(largest))))
@@ -105,10 +92,9 @@ class Palette:
     def color(self, value: float | None) -> Color:
         if value is None or value == self.center:
             return _WHITE
-        offset = value - self.center
-        full, span = (self.above, self.up) if offset > 0 else (self.below, self.down)
-        strength = self._strength(abs(offset), *(span or (0.0, abs(offset))))
-        red, green, blue = (1 + (part - 1) * strength for part in full)
+        size, above = abs(value - self.center), value > self.center
+        strength = self._strength(size, *((self.up if above else self.down) or (0.0, size)))
+        red, green, blue = (1 + (part - 1) * strength for part in _COLORS[self.scale][not above])
         return red, green, blue
 
     def _strength(self, size: float, low: float, high: float) -> float:
@@ -118,7 +104,7 @@ class Palette:
             # The square root keeps the many small entropies apart where one token has a large one.
             return _DEEPEST * math.sqrt(size / high)
         if self.scale == "deviation":
-            return _DEEPEST * size / self.largest
+            return _DEEPEST * size / self.furthest
         contrast = min(1.0, (high - low) / (_FULL_CONTRAST * high)) * (_DEEPEST - _PALEST)
         place = (size - low) / (high - low) if high > low else 0.5
         return (_PALEST + _DEEPEST) / 2 + contrast * (place - 0.5)
@@ -130,27 +116,19 @@ class Palette:
             return "yes" if value else "no"
         if self.scale == "factor":
             return f"{value:.3g}"
-        if value == 0:
-            return "0"
-        return f"{value:{'' if self.scale == 'amount' else '+'}.{self.decimals}f}"
+        return "0" if value == 0 else f"{value:{'' if self.scale == 'amount' else '+'}.{self.decimals}f}"
 
-    def legend(self) -> Iterator[Swatch]:
+    def legend(self) -> Iterator[tuple[str, list[Color]]]:
+        """What a ramp of colors stands for, and its colors."""
+        ends = [(-self.down[1], -self.down[0])] if self.down else []
+        ends += [(0.0, 0.0)] if self.neutral else []
+        ends += [self.up] if self.up else []
         if self.scale == "amount":
-            yield self._swatch(0.0, self.up[1] if self.up else 0.0)
-            return
-        if self.down:
-            yield self._swatch(self.center - self.down[1], self.center - self.down[0])
-        if self.neutral:
-            yield self._swatch(self.center, self.center)
-        if self.up:
-            yield self._swatch(self.center + self.up[0], self.center + self.up[1])
-
-    def _swatch(self, low: float, high: float, steps: int = 12) -> Swatch:
-        first, last = self.text(low), self.text(high)
-        if first == last:
-            return Swatch(first, (self.color(low),))
-        ramp = [self.color(low + (high - low) * step / (steps - 1)) for step in range(steps)]
-        return Swatch(f"{first} to {last}", tuple(ramp))
+            ends = [(0.0, self.up[1] if self.up else 0.0)]
+        for low, high in ((self.center + low, self.center + high) for low, high in ends):
+            first, last = self.text(low), self.text(high)
+            steps = [low + (high - low) * step / (_STEPS - 1) for step in range(_STEPS)]
+            yield (first, [self.color(low)]) if first == last else (f"{first} to {last}", list(map(self.color, steps)))
 
 
 def _span(sizes: Sequence[float]) -> tuple[float, float] | None:
@@ -163,31 +141,27 @@ def ink_on(background: Color) -> Color:
     return (0.0, 0.0, 0.0) if 0.299 * red + 0.587 * green + 0.114 * blue > 0.52 else _WHITE
 
 
-# ---- layout ---------------------------------------------------------------------------------------------------------
+# ---- lines ----------------------------------------------------------------------------------------------------------
 
-LONGEST_TOKEN = 12  # characters shown of a token
-LONGEST_PROMPT = 600  # characters shown of the prompt
+_LONGEST_TOKEN, _LONGEST_PROMPT = 12, 600  # characters shown
 
 
 def visible(token: str) -> str:
     """A token as shown: spaces and line ends have a sign, control characters are escaped, a long token is cut."""
     text = printable(token).replace(" ", "·") or "∅"
-    return text if len(text) <= LONGEST_TOKEN else text[: LONGEST_TOKEN - 1] + "…"
+    return text if len(text) <= _LONGEST_TOKEN else text[: _LONGEST_TOKEN - 1] + "…"
 
 
 def printable(text: str) -> str:
     """A text on one line, without anything a terminal would obey."""
     signs = {"\n": "↵", "\t": "⇥"}
-    return "".join(
-        signs.get(letter) or (letter if letter.isprintable() else letter.encode("unicode_escape").decode())
-        for letter in text
-    )
+    escaped = (each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return "".join(signs.get(letter, shown) for letter, shown in zip(text, escaped, strict=True))
 
 
-def columns_of(text: str) -> int:
+def _columns_of(text: str) -> int:
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
-    combining = sum(unicodedata.combining(letter) > 0 for letter in text)
-    return len(text) + wide - combining
+    return len(text) + wide - sum(unicodedata.combining(letter) > 0 for letter in text)
 
 
 def _bands(widths: Sequence[int], width: int) -> Iterator[range]:
@@ -200,28 +174,26 @@ def _bands(widths: Sequence[int], width: int) -> Iterator[range]:
     yield range(start, len(widths))
 
 
-# ---- lines ----------------------------------------------------------------------------------------------------------
-
-
 def render(explanation: Explanation, *, width: int = 100, color: bool = True) -> str:
     """The picture as text: ANSI background colors (24 bit) behind the tokens, or the numbers below them."""
     completions = explanation.completions
     names = [f"{row} {completion.mark}" for row, completion in enumerate(completions, start=1)]
-    gutter = 1 + max(map(columns_of, names))
+    gutter = 1 + max(map(_columns_of, names))
     names = [f"{name:>{gutter - 1}} " for name in names]
     panels = [(quantity, Palette(quantity)) for quantity in explanation.quantities]
     widths = [1] * max(len(completion.tokens) for completion in completions)
     for row, completion in enumerate(completions):
         for place, token in enumerate(completion.tokens):
             numbers = [] if color else [palette.text(quantity.values[row][place]) for quantity, palette in panels]
-            widths[place] = max(widths[place], *map(columns_of, (visible(token), *numbers)))
+            widths[place] = max(widths[place], *map(_columns_of, (visible(token), *numbers)))
     bands = list(_bands(widths, width - gutter))
     prompt = explanation.prompt
-    prompt = prompt if len(prompt) <= LONGEST_PROMPT else prompt[:LONGEST_PROMPT] + "…"
+    prompt = prompt if len(prompt) <= _LONGEST_PROMPT else prompt[:_LONGEST_PROMPT] + "…"
     labels = [name + completion.label for name, completion in zip(names, completions, strict=True)]
     lines = list(map(printable, [explanation.title, *explanation.notes, "", f"prompt  {prompt}", *labels]))
     for quantity, palette in panels:
-        legend = "   ".join(_legend(swatch) if color else swatch.label for swatch in palette.legend())
+        ramps = (("".join(_painted(" ", shade) for shade in ramp[::2]), label) for label, ramp in palette.legend())
+        legend = "   ".join(f"{ramp} {label}" if color else label for ramp, label in ramps)
         lines += ["", f"{quantity.name}: {quantity.meaning}   [{legend}]"]
         for band in bands:
             lines += [f"{'':{gutter}}from token {band.start + 1}"] if len(bands) > 1 else []
@@ -232,21 +204,15 @@ def render(explanation: Explanation, *, width: int = 100, color: bool = True) ->
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _legend(swatch: Swatch) -> str:
-    ramp = swatch.ramp if len(swatch.ramp) == 1 else swatch.ramp[::2]
-    return "".join(_painted(" ", shade) for shade in ramp) + f" {swatch.label}"
-
-
 def _row(name: str, shown: Sequence[tuple[str, float | None, int]], palette: Palette, color: bool) -> list[str]:
     """``shown``: token, number, and columns."""
-    texts = [" " * (width - columns_of(token)) + token for token, _, width in shown]
     if not shown:
         return []
+    texts = [(" " * (width - _columns_of(token)) + token, value, width) for token, value, width in shown]
     if color:
-        pairs = zip(texts, shown, strict=True)
-        return [name + " ".join(_painted(text, palette.color(value), value) for text, (_, value, _) in pairs)]
+        return [name + " ".join(_painted(text, palette.color(value), value) for text, value, _ in texts)]
     numbers = [palette.text(value).rjust(width) for _, value, width in shown]
-    return [name + " ".join(texts), " " * len(name) + " ".join(numbers)]
+    return [name + " ".join(text for text, _, _ in texts), " " * len(name) + " ".join(numbers)]
 
 
 def _painted(text: str, background: Color, value: float | None = 0.0) -> str:

@@ -37,9 +37,8 @@ _REQUIRED = {
     "group": TEXT_OR_INTEGER, "prompt": TEXT, "tokens": _LIST, "token_ids": _LIST, "reward": NUMBER, "logprobs": _LIST,
     "entropies": _LIST,
 }  # fmt: skip
-_OPTIONAL = {
-    "ref_logprobs": _LIST, "guide_logprobs": _LIST, "values": _LIST, "environment": _LIST, "truncated": FLAG,
-    "from_guide": FLAG, "step": INTEGER,
+_OPTIONAL = dict.fromkeys(("ref_logprobs", "guide_logprobs", "values", "environment"), _LIST) | {
+    "truncated": FLAG, "from_guide": FLAG, "step": INTEGER,
 }  # fmt: skip
 _KNOWN = (
     *_REQUIRED, *_OPTIONAL, "comment", "rollout_logprobs", "score", "label", "advantages", "loss_mask", "token_weights",

@@ -556,7 +556,7 @@ def _colored(key: str, scale: Any, rows: Sequence[Sequence[float | None]]) -> di
         return colors.setdefault((_hex(color), _hex(ink_on(color))), len(colors))
 
     places = [[place(value) for value in row] for row in rows]
-    legend = [{"label": swatch.label, "ramp": [_hex(color) for color in swatch.ramp]} for swatch in palette.legend()]
+    legend = [{"label": label, "ramp": list(map(_hex, ramp))} for label, ramp in palette.legend()]
     return {"values": rows, "places": places, "colors": list(colors), "legend": legend}
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf_ext.options.sections.evaluate import Evaluate
 from openrlhf_ext.rewards.grading import RewardFailureLimit, RewardImportError
-from openrlhf_ext.tools.evaluate.checkpoint import GradingSettings, evaluate, open_transformers
+from openrlhf_ext.tools.evaluate.checkpoint import evaluate, open_transformers
 from openrlhf_ext.tools.evaluate.problems import PromptStyle, Store, Task, load_problems
 from openrlhf_ext.tools.evaluate.result import EvaluationResult
-from openrlhf_ext.tools.evaluate.sampling import SamplingSettings
 from tests.tools.evaluate.conftest import POSITIONS
 
 
@@ -19,12 +19,12 @@ def evaluate_once(
     max_failures: int = 0,
 ) -> EvaluationResult:  # fmt: skip
     task = Task("data", str(data), load_problems(data, limit=limit), str(reward), PromptStyle())
-    sampling = SamplingSettings(n_samples=n, max_new_tokens=tokens, batch_size=8)
+    options = Evaluate(
+        model=str(checkpoint), n_samples=n, max_new_tokens=tokens, batch_size=8, num_workers=1,
+        max_failures=max_failures,
+    )  # fmt: skip
     with Store(None, {}) as store:
-        (result,) = evaluate(
-            [task], [store], str(checkpoint), sampling, GradingSettings(num_workers=1, max_failures=max_failures),
-            [1, 2][:n], lambda tokenizer, _: open_transformers(str(checkpoint), tokenizer, sampling, "cpu", "float32"),
-        )  # fmt: skip
+        (result,) = evaluate([task], [store], options, [1, 2][:n], open_transformers)
     return result
 
 

@@ -197,7 +197,7 @@ def test_a_reference_of_another_vocabulary_is_refused_before_weights_are_loaded(
     tokenizer, config = reference / "tokenizer.json", reference / "config.json"
     tokenizer.write_text(tokenizer.read_text().replace('"="', '"~"'))
     assert main([*arguments, "--reference", str(reference)]) == 2
-    assert "--reference must have the tokenizer of --model" in capsys.readouterr().err
+    assert "--reference: must have the tokenizer of --model" in capsys.readouterr().err
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 21}))
     assert main([*arguments, "--reference", str(reference)]) == 2
     assert f"of --model: {reference} has 21 tokens, {checkpoint} has 19; give" in capsys.readouterr().err

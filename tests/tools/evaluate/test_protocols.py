@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_ext.cli.evaluate import _parser, main
+from openrlhf_ext.cli.evaluate import main
+from openrlhf_ext.options import ConfigError
 from openrlhf_ext.rewards.answers import answer_alone
 from openrlhf_ext.tools.evaluate.problems import MATHS
-from openrlhf_ext.tools.evaluate.request import Request
+from openrlhf_ext.tools.evaluate.request import Request, load_request
 from tests.models import make_tiny_policy
 
 TEXT = "<reasoning>\\boxed{1}</reasoning><answer>2</answer>\nAnswer: 3"
@@ -31,34 +32,48 @@ def aime(tmp_path: Path) -> Path:
     return path
 
 
-def asked(*words: str) -> Request:
-    return Request(_parser().parse_args(list(words)))
+def asked(model: Path, aime: Path, *words: str) -> Request:
+    return load_request([*words, "--model", str(model), "--benchmark", f"aime24={aime}"])
 
 
-def test_the_conflict_protocol_is_table_1(aime: Path) -> None:
-    request = asked("--protocol", "conflict", "--model", "m", "--benchmark", f"aime24={aime}")
-    given, (task,) = request.arguments, request.tasks
+def test_the_conflict_protocol_is_table_1(model: Path, aime: Path) -> None:
+    request = asked(model, aime, "--protocol", "conflict")
+    given, (task,) = request.options, request.tasks
     assert (given.n_samples, given.temperature, given.top_p, given.max_new_tokens) == (64, 1.0, 1.0, 1500)
     assert task.style.template == "{}" and task.style.chat and task.answers == "tagged" and task.reward == MATHS
     assert task.style.system_prompt is not None and "<answer> and </answer>" in task.style.system_prompt
-    assert request.ks(request.samples) == [1, 2, 4, 8, 16, 32, 64] and request.protocol_note == "protocol conflict"
+    assert request.ks(given.n_samples) == [1, 2, 4, 8, 16, 32, 64] and request.protocol_note == "protocol conflict"
 
 
-def test_an_option_beside_a_protocol_wins_and_is_said(aime: Path) -> None:
+def test_an_option_beside_a_protocol_wins_and_is_said(model: Path, aime: Path) -> None:
     words = ("--n", "8", "--temperature", "1", "--no-apply_chat_template", "--input_template", "Q: {}")
-    request = asked("--protocol", "entropy", *words, "--model", "m", "--benchmark", f"aime24={aime}")
-    assert request.samples == 8 and not request.tasks[0].style.chat and request.tasks[0].style.template == "Q: {}"
+    request = asked(model, aime, "--protocol", "entropy", *words)
+    style = request.tasks[0].style
+    assert request.options.n_samples == 8 and not style.chat and style.template == "Q: {}"
     note = request.protocol_note
     assert note.startswith("protocol entropy, but ") and "--n_samples 8 instead of 32" in note
     assert "--apply_chat_template False instead of True" in note and "--temperature" not in note
 
 
-def test_without_a_protocol_everything_is_as_before(aime: Path) -> None:
-    request = asked("--model", "m", "--benchmark", f"aime24={aime}")
-    assert (request.samples, request.arguments.temperature, request.arguments.max_new_tokens) == (4, 1.0, 1024)
+def test_without_a_protocol_everything_is_as_before(model: Path, aime: Path) -> None:
+    request = asked(model, aime)
+    assert (request.options.n_samples, request.options.temperature, request.options.max_new_tokens) == (4, 1.0, 1024)
     style = request.tasks[0].style
     assert style.template is not None and "\\boxed{{}}" in style.template and not style.chat
     assert request.tasks[0].answers == "any"
+
+
+def test_the_forms_of_the_command_line_and_a_file_of_options(model: Path, aime: Path, tmp_path: Path) -> None:
+    """A second --benchmark adds to the first, another name and the beginning of a name are that option."""
+    (tmp_path / "evaluate.yaml").write_text("temperature: 0.5\ntop_p: 0.5\nk: [1, 2]\ngreedy: true\n")
+    words = ["--config", str(tmp_path / "evaluate.yaml"), "--n=8", "--temp", "0.25", "--no-greedy", "--json", "o.json"]
+    options = asked(model, aime, *words, "--benchmark", f"amc23={aime}").options
+    assert options.benchmark == (f"amc23={aime}", f"aime24={aime}") and options.k == (1, 2) and not options.greedy
+    assert (options.n_samples, options.temperature, options.top_p, options.json_file) == (8, 0.25, 0.5, "o.json")
+    with pytest.raises(ConfigError, match="unknown option engin_e.*did you mean engine"):
+        asked(model, aime, "--engin_e", "vllm")
+    with pytest.raises(ConfigError, match="unknown option e "):
+        asked(model, aime, "--e")  # --engine, --entropy, ...
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from openrlhf_ext.tools.evaluate.sampling import Completion, SamplingSettings, max_prompt_tokens, sample_completions
+from openrlhf_ext.options.sections.evaluate import Evaluate
+from openrlhf_ext.tools.evaluate.sampling import Completion, max_prompt_tokens, sample_completions
 from tests.tools.evaluate.conftest import POSITIONS
 
 PROMPTS = ["1+2=?", "3=?", "12+34+56=?", "9"]
@@ -16,7 +17,7 @@ PROMPTS = ["1+2=?", "3=?", "12+34+56=?", "9"]
 def sample(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str], **options: Any
 ) -> list[list[Completion]]:
-    return sample_completions(model, tokenizer, prompts, SamplingSettings(**{"n_samples": 1, **options}))
+    return sample_completions(model, tokenizer, prompts, Evaluate(**{"n_samples": 1, **options}))
 
 
 def greedy_alone(model: Qwen2ForCausalLM, ids: list[int], count: int, eos: int) -> list[int]:

@@ -23,7 +23,7 @@ def test_colors_follow_sign_and_size() -> None:
     assert zero == (1, 1, 1)
     assert deep[0] > deep[2] and high[2] > high[0]
     assert sum(deep) < sum(pale) < 3 and sum(high) + 0.5 < sum(low) < 3
-    assert [swatch.label for swatch in palette.legend()] == ["-2.00 to -1.00", "0", "+1.05 to +1.15"]
+    assert [label for label, _ in palette.legend()] == ["-2.00 to -1.00", "0", "+1.05 to +1.15"]
     nearly_equal = Palette(Quantity("a", "", "signed", ((1.0, 1.0001),)))
     assert nearly_equal.color(1.0) == pytest.approx(nearly_equal.color(1.0001), abs=0.01)
 
@@ -49,8 +49,6 @@ def test_hostile_tokens_are_shown_not_obeyed() -> None:
     assert "\x1b" not in render(explanation, color=False)
 
 
-def test_a_picture_needs_a_finite_value_for_each_token() -> None:
-    good = picture(("a",))
-    for values, complaint in ((((1.0, 2.0),), "one value per token"), (((float("inf"),),), "must be finite")):
-        with pytest.raises(ValueError, match=complaint):
-            Explanation("", "", (), good.completions, (Quantity("a", "", "signed", values),))
+def test_a_picture_needs_finite_values() -> None:
+    with pytest.raises(ValueError, match="a must be finite"):
+        Quantity("a", "", "signed", ((float("inf"),),))

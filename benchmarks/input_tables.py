@@ -1,4 +1,4 @@
-"""``python -m openrlhf_ext.algorithms`` writes the generated tables of docs/algorithms.md to standard output."""
+"""``python benchmarks/input_tables.py`` writes the generated tables of docs/algorithms.md to standard output."""
 
 from __future__ import annotations
 
