@@ -35,7 +35,11 @@ _SIGN = re.compile(r"([+-]?) ?([$€£¥]?) ?([+-]?) ?")
 _IN_TEXT = re.compile(rf"(?:(?<![\w)}}])-)?[$€£¥]?(?:{'|'.join(p.pattern for p in _WRITTEN)})")
 
 # ---- dressing ----
+_ROOT = re.compile(r"√ ?(?:{([^{}]*)}|\(([^()]*)\)|(\d+|\w))")
+_REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)(?![a-zA-Z]) ?{?(\d+)}?")
 _DRESSING = (
+    (_REPEATING, lambda m: _repeating(*m.groups())),
+    (re.compile(r"\\varnothing(?![a-zA-Z])|∅"), r"\\emptyset"),
     (re.compile(r", ?\\!(?=\d{3})"), ","),
     (re.compile(r"\\(?:left|right|displaystyle|limits)(?![a-zA-Z])|\\!|(?<!\\)\\[()\[\]]"), ""),
     (re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox)\s*{([^{}]*)}"), r" \1"),
@@ -290,9 +294,21 @@ def _undressed(text: str) -> str:
     return text
 
 
+def with_roots(text: str) -> str:
+    """``√2``, ``√(x+1)`` as LaTeX has it."""
+    return _ROOT.sub(lambda m: f"\\sqrt{{{m[1] or m[2] or m[3]}}}", text)
+
+
+def _repeating(whole: str, once: str, again: str) -> str:
+    """A repeating decimal as the fraction that it is."""
+    nines = 10 ** len(once) * (10 ** len(again) - 1)
+    return f"\\frac{{{int(whole + once + again) - int(whole + once or '0')}}}{{{nines}}}"
+
+
 def _in_ascii(text: str) -> str:
     if text.isascii():
         return text
+    text = with_roots(text)
     text = _RAISED.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", text)
     return "".join(map(_character, text.translate(_SIGNS))).translate(_SIGNS)
 

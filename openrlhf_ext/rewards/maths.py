@@ -13,7 +13,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from openrlhf_ext.rewards.answers import answers_equal, extract_answer, label_text, surely_different
+from openrlhf_ext.rewards.answers import answers_equal, extract_answer, label_text, surely_different, with_roots
 
 _LONGEST_SYMBOLIC = 300  # characters; longer ones are no final answers and only keep the parser busy
 _DEEPEST_SYMBOLIC = 8  # brackets within brackets; the parser's time doubles with each. MATH's answers have 3
@@ -45,6 +45,7 @@ def reward_func(
 
 def same_value(gold: str, stated: str) -> bool:
     """Whether two answers are equal as text, as numbers or symbolically. Call it on a main thread."""
+    gold, stated = with_roots(gold), with_roots(stated)
     if answers_equal(gold, stated):
         return True
     if surely_different(gold, stated) or not (_is_computable(gold) and _is_computable(stated)):

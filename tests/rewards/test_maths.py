@@ -39,6 +39,7 @@ def pool() -> Iterator[RewardPool]:
     ("12", r"\boxed{12 dozen}", 0, 1),
     (r"(1,\frac{\pi}{3})", r"\boxed{\left( 1, \dfrac{\pi}{3} \right)}", 1, 1),
     (r"(1,2]", r"\boxed{(1,2)}", 0, 1),
+    (r"2\sqrt{3}", r"\boxed{√12}", 1, 1),
 ])  # fmt: skip
 def test_equal_answers_are_rewarded(pool: RewardPool, label: str, completion: str, score: int, answered: int) -> None:
     result = asyncio.run(pool.grade("What?" + completion, "What?", label))
