@@ -16,9 +16,11 @@ import yaml
 
 from benchmarks import real_model, reproduce
 from benchmarks.reproduce import Paper, flat, read_papers
-from openrlhf_ext.cli import evaluate
 from openrlhf_ext.config import build_config, load_config
+from openrlhf_ext.config.load import read_command_line
 from openrlhf_ext.driver import preflight
+from openrlhf_ext.options.sections.evaluate import Evaluate
+from openrlhf_ext.options.table import table_of
 from openrlhf_ext.reporting.names import METRICS
 from tests.config.conftest import load_supervised
 
@@ -65,7 +67,9 @@ def test_an_item_loads_at_toy_scale_and_prints_the_clusters_commands(monkeypatch
     evaluations = [line for line in commands if line.startswith("openrlhf-ext evaluate")]
     assert bool(evaluations) == bool(paper.items[item].table or paper.items[item].evaluated)
     for line in evaluations:
-        assert evaluate._parser().parse_args(shlex.split(line)[2:]).protocol == paper.evaluation.protocol
+        read = read_command_line(shlex.split(line)[2:], options := table_of(Evaluate))
+        given = {setting.name: setting.value for setting in read.settings}
+        assert given["protocol"] == paper.evaluation.protocol and not read.violations and given.keys() <= options.keys()
     prepared = [PREPARE.parse_args(shlex.split(line)[2:]).output for line in commands if "prepare_data.py" in line]
     train = [line for line in commands if "train_recipe.sh" in line or "train_sft" in line]
     assert {file for line in train for file in re.findall(r"\$DATA/\w+\.jsonl", line)} == set(prepared)

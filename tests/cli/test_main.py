@@ -38,7 +38,7 @@ def test_alone_it_lists_every_command_and_each_says_its_own_name(capsys):
             ["explain", "--algoritm", "grpo"],
             "openrlhf-ext explain: unknown option --algoritm; did you mean --algorithm?",
         ),
-        (["evaluate", "--engine", "vlm"], "expected one of transformers, vllm, got vlm; did you mean vllm?"),
+        (["evaluate", "--engine", "vlm"], "got vlm (command line); did you mean vllm?"),
         (["plan", "--response_tokns", "8"], "unknown option --response_tokns; did you mean --response_tokens?"),
         (["plan", "--actor.adm.lr", "8"], "unknown option actor.adm.lr (command line); did you mean actor.adam.lr?"),
         (["plan", "--gpu", "H10", "--actor.model_name_or_path", "configs/models/qwen2.5-7b"], "did you mean H100?"),

@@ -400,7 +400,7 @@ def test_weights_say_that_the_fp8_they_were_trained_in_was_emulated(tmp_path):
     fp8, entries = FP8Layers(Recipe(emulate=True)), {"trained_in_fp8": "blockwise e4m3 fp32, EMULATED"}
     for converters, changes in (((fp8,), entries), ((), None)):
         policy = SimpleNamespace(
-            settings=SimpleNamespace(converters=converters), average=None, lora=None,
-            write_hf=lambda target, changes, value: changes,
+            settings=SimpleNamespace(converters=converters), average=None,
+            trained=SimpleNamespace(write=lambda target, entries, value: entries),
         )  # fmt: skip
         assert MegatronPolicy.save_hf(policy, tmp_path) == changes
