@@ -73,7 +73,7 @@ def test_a_batch_is_trained_on_once(rollout):
     with pytest.raises(RuntimeError, match=r"take\(\) comes before start_fit\(\)"):
         trainer.start_fit()
     trainer.take(batch, get_algorithm("gae").shape(whole))
-    assert trainer.start_fit() == [[{"updates": 2}]] * 2
+    assert trainer.start_fit() == [{"updates": 2}] * 2
     with pytest.raises(RuntimeError, match="no batch"):
         trainer.start_fit()
 
