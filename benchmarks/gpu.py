@@ -315,7 +315,7 @@ def offload() -> str:
     )
 
 
-def readme() -> str:
+def summary() -> str:
     """One sentence."""
     found, loss = _measured("size:memory_and_mfu", "second"), _measured("head:benchmark")["gpu"]
     mfu = [found[f"{tokens} tokens, recompute none"]["mfu"] for tokens in (16384, 32768)]
@@ -330,7 +330,7 @@ def readme() -> str:
 
 TEXTS = {
     "machine": machine, "layers": layers, "head": head, "rank": rank, "off": off, "linear": linear,
-    "products": products, "eight": eight, "sync": sync, "offload": offload, "readme": readme,
+    "products": products, "eight": eight, "sync": sync, "offload": offload, "summary": summary,
 }  # fmt: skip
 
 

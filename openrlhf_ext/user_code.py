@@ -31,7 +31,7 @@ def import_file(name: str, path: str | os.PathLike[str]) -> ModuleType:
 
     It reads no bytecode. Python takes a file's old bytecode for the new file if both are of one second and of one
     length, so that it may not see an edit of 0.5 into 0.8."""
-    file = os.fspath(path)
+    file = os.path.abspath(path)  # frames of a relative one would not count as the user's (``_is_users``)
     if not file.endswith(".py"):
         raise ImportError(f"{file} is not a Python file")
     sys.modules[name] = module = ModuleType(name)

@@ -10,6 +10,7 @@ import pytest
 
 from openrlhf_ext.rewards.grading import InvalidAnswer, RewardResult, parse_answer
 from openrlhf_ext.rewards.worker import call_reward, load_reward_function
+from openrlhf_ext.user_code import told
 
 
 @pytest.fixture
@@ -121,6 +122,14 @@ def test_our_own_form_comes_first_and_may_be_async(graded):
     assert graded(own).reward == 1
     beside = "def helper(completions, **kwargs):\n    return [5.0]\n"
     assert graded(own + beside).reward == 1
+
+
+def test_a_file_of_a_relative_path_is_told_of_by_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rewards.py").write_text("from pathlib import Path\nFOLDER = Path(__file__).parent\nFOLDER / 1\n")
+    with pytest.raises(TypeError) as error:
+        load_reward_function("rewards.py")
+    assert f'File "{tmp_path}/rewards.py", line 3' in told(error.value)
 
 
 def test_an_edit_of_one_second_and_one_length_is_seen(tmp_path: Path) -> None:
