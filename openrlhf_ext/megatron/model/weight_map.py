@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -108,11 +109,7 @@ def owned_rules(shape: ModelShape, layout: ParallelLayout) -> Iterator[tuple[int
 
 
 def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
-    sizes = {
-        "one": 1, "hidden": shape.hidden_size, "ffn": shape.ffn_hidden_size, "vocab": shape.vocab_size,
-        "head": shape.head_dim, "queries": shape.num_heads * shape.head_dim,
-        "keys": shape.num_kv_heads * shape.head_dim, "adapter": shape.adapter_rank,
-    }  # fmt: skip
+    sizes = shape.sizes
     rows = [sizes[part] for part in rule.rows]
     if len(rule.hf_names) == 1:  # the one tensor that a checkpoint stacks the parts in
         rows = [sum(rows)]
@@ -149,12 +146,10 @@ class Run:
 
 def parameter_runs(rule: Rule, shape: ModelShape, size: int) -> list[Run]:
     """The whole parameter, all ``size`` tensor-parallel shards one after the other, along the rule's axis."""
-    if rule.split == "qkv":
-        return [_in_stack(rule, run, _qkv_starts(shape)) for run in _qkv_runs(shape)]
-    if rule.split == "gate_up":
-        part = shape.ffn_hidden_size // size
-        runs = [Run(t, rank * part, (rank + 1) * part) for rank in range(size) for t in (0, 1)]
-        return [_in_stack(rule, run, (0, shape.ffn_hidden_size)) for run in runs]
+    if rule.split in ("qkv", "gate_up"):
+        rows = [shape.sizes[part] for part in rule.rows]
+        runs = _qkv_runs(shape) if rule.split == "qkv" else _gate_up_runs(rows[0] // size, size)
+        return [_in_stack(rule, run, [0, *accumulate(rows)]) for run in runs]
     if rule.split == "replicated":
         return [Run(number, 0, rows) for number, (rows, *_) in enumerate(hf_shapes(rule, shape))]
     length = hf_shapes(rule, shape)[0][rule.axis]
@@ -170,10 +165,9 @@ def _qkv_runs(shape: ModelShape) -> Iterator[Run]:
             yield Run(tensor, group * rows, (group + 1) * rows)
 
 
-def _qkv_starts(shape: ModelShape) -> tuple[int, int, int]:
-    """Where query, key and value begin in a stack of them."""
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    return 0, queries, queries + keys
+def _gate_up_runs(part: int, size: int) -> Iterator[Run]:
+    """Per shard its part of the gate, then of up."""
+    return (Run(tensor, rank * part, (rank + 1) * part) for rank in range(size) for tensor in (0, 1))
 
 
 def _in_stack(rule: Rule, run: Run, starts: Sequence[int]) -> Run:

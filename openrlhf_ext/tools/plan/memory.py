@@ -245,7 +245,7 @@ def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> 
     rows = tokens // tp if layout.sequence_parallel else tokens  # between tensor-parallel regions
     query, heads = tokens * shape.num_heads * shape.head_dim // tp, tokens * shape.num_heads // tp
     key = tokens * max(1, shape.num_kv_heads // tp) * shape.head_dim
-    ffn, wide = tokens * shape.ffn_hidden_size // tp, rows * shape.hidden_size
+    wide = rows * shape.hidden_size
     rope = tokens * 4 * e * shape.head_dim  # cosines and sines, for queries and for keys
     linear_input = 1 if work.fp8 else e
     norm = wide * (e + linear_input) + 4 * rows
@@ -256,7 +256,7 @@ def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> 
     # attention and the projection after it share the result of attention, unless FP8 makes a copy
     core = e * (query + 2 * key) + e * query + 4 * heads
     attention = norm + qk_norm + rope + (query if work.fp8 else 0)
-    mlp, final = norm + ffn * (2 * e + linear_input), wide * e + 4 * rows
+    mlp, final = norm + shape.mlp.activation_bytes(tokens, tp, e, linear_input), wide * e + 4 * rows
     return LayerActivations(wide * e, attention, core, kept, mlp, final)
 
 

@@ -331,8 +331,8 @@ class Clock:
         of a forward pass."""
         shape, megatron = model.shape, model.megatron
         flops, layers = model.work.forward(shape), shape.num_layers
-        mlp = 3 * shape.hidden_size * shape.ffn_hidden_size
-        of_mlp = mlp / (mlp + 2 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads))
+        mlp = shape.mlp.token_weights
+        of_mlp = mlp / (mlp + shape.attention_weights)
         share = of_mlp if model.recipe and model.config.fp8.modules == "mlp" else 1.0
         linear = self._products(share * flops.layers, model.recipe) + self._products((1 - share) * flops.layers)
         attention = flops.attention / (self.gpu.tflops * 1e12 * self.assumed.attention)
