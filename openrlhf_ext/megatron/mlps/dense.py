@@ -76,6 +76,3 @@ class DenseMLP:
 
         linears = MLPSubmodules(linear_fc1=norm_linear, linear_fc2=row_linear)
         return {"pre_mlp_layernorm": IdentityOp, "mlp": ModuleSpec(module=MLP, submodules=linears)}
-
-
-MLP = DenseMLP

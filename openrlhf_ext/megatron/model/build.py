@@ -250,7 +250,7 @@ def build_model(
     model_class = HiddenStateGPTModel if shape.value_head is None else ValueModel
     model = model_class(
         config,
-        (block_spec if meta else _spec)(config, shape.family.mlp_kind, vp_stage, converters),
+        (block_spec if meta else _spec)(config, shape.family.mlp, vp_stage, converters),
         vocab_size=shape.padded_vocab_size(config.tensor_model_parallel_size),
         max_sequence_length=shape.max_positions or 0,  # read by learned positions only
         pre_process=parallel_state.is_pipeline_first_stage(**where),

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from openrlhf_ext.megatron.mlps import mlp_kind
 from openrlhf_ext.megatron.mlps.dense import DenseMLP
 
 Split = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
@@ -92,7 +91,7 @@ class Family:
 
     model_type: str  # of ``config.json``
     critic_class: str  # of transformers, which reads an exported critic
-    mlp: str = "dense"
+    mlp: type[DenseMLP] = DenseMLP
     layer: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: LAYER)
     layer_prefix: str = "model.layers.{layer}."  # stands before an HF name within a layer
     embedding: str = "model.embed_tokens.weight"
@@ -104,17 +103,13 @@ class Family:
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if unknown := sorted(self.layer.keys() - self._parameters.keys()):
-            raise ValueError(f"{self.model_type}: a decoder layer has no {unknown}, only {sorted(self._parameters)}")
+        if unknown := sorted(self.layer.keys() - self.parameters.keys()):
+            raise ValueError(f"{self.model_type}: a decoder layer has no {unknown}, only {sorted(self.parameters)}")
 
     @property
-    def mlp_kind(self) -> type[DenseMLP]:
-        return mlp_kind(self.mlp)
-
-    @property
-    def _parameters(self) -> dict[str, tuple[Any, ...]]:
+    def parameters(self) -> dict[str, tuple[Any, ...]]:
         """Those that a decoder layer may have, in the order in which Megatron builds them."""
-        return {**_ATTENTION, **self.mlp_kind.parameters}
+        return {**_ATTENTION, **self.mlp.parameters}
 
     # ---- names --------------------------------------------------------------------------------------------------
 
@@ -130,7 +125,7 @@ class Family:
     def layer_rules(self) -> list[Rule]:
         """Rules of a decoder layer; ``{layer}`` stands for its index (see ``Rule.at_layer``)."""
         names = {parameter: tuple(self.layer_prefix + n for n in tensors) for parameter, tensors in self.layer.items()}
-        cuts = self._parameters
+        cuts = self.parameters
         return [Rule(f"decoder.layers.{{layer}}.{p}", tensors, *cuts[p]) for p, tensors in names.items()]
 
     @property
@@ -155,7 +150,7 @@ class Family:
     def problems(self, config: Mapping[str, Any]) -> Iterator[str]:
         """What of a ``config.json`` (``usual``) is not built, one text for each."""
         yield from self._rope_problems(rope_settings(config))
-        yield from self.mlp_kind.problems(config)
+        yield from self.mlp.problems(config)
         for entry, why in {**_REFUSED, **self.refused}.items():
             if config.get(entry):
                 yield f"{self.model_type} with {entry} = {config[entry]!r} is not supported: {why}"

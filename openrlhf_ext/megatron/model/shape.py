@@ -58,7 +58,7 @@ class ModelShape:
     @cached_property
     def mlp(self) -> DenseMLP:
         """Of a layer."""
-        kind = self.family.mlp_kind
+        kind = self.family.mlp
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
 
     @cached_property
@@ -132,7 +132,7 @@ def _up_to(most: int) -> Kind:
 
 
 def _required(family: Family) -> dict[str, Kind]:
-    own = {entry: _up_to(most) for entry, most in family.mlp_kind.entries.values()}
+    own = {entry: _up_to(most) for entry, most in family.mlp.entries.values()}
     return {
         "num_hidden_layers": _up_to(2**10), "hidden_size": _up_to(2**18), **own, "num_attention_heads": _up_to(2**12),
         "vocab_size": _up_to(2**22), "rms_norm_eps": NUMBER, "rope_theta": NUMBER, "tie_word_embeddings": FLAG,
@@ -179,7 +179,7 @@ def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
         model_type=family.model_type,
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
-        **{field: config[entry] for field, (entry, _) in family.mlp_kind.entries.items()},
+        **{field: config[entry] for field, (entry, _) in family.mlp.entries.items()},
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -85,24 +86,31 @@ def stage_rules(shape: ModelShape, layers: range, first: bool, last: bool) -> li
     return rules
 
 
-def owned_rules(shape: ModelShape, layout: ParallelLayout) -> Iterator[tuple[int, Rule]]:
-    """(pipeline stage that exports it, rule) for the whole model, in HF order."""
-    if shape.adapter_rank:
-        for stage, rule in owned_rules(replace(shape, adapter_rank=0), layout):
-            yield from ((stage, one) for one in adapter_rules([rule], shape.adapter_targets))
-        return
-    places = layout.chunk_layers(shape.num_layers)
-    stage_of = {layer: stage for (stage, _), layers in places.items() for layer in layers}
-    family, last = shape.family, layout.pipeline_parallel_size - 1
-    yield 0, family.embedding_rule
-    for layer in range(shape.num_layers):
-        for rule in family.layer_rules:
-            yield stage_of[layer], rule.at_layer(layer, layer)
-    yield last, family.final_norm_rule
-    if shape.value_head is not None:
-        yield last, value_head_rule(shape)
-    elif not shape.tied_embeddings:
-        yield last, family.output_rule
+class Held(NamedTuple):
+    """A parameter of a stage's model chunk, by its rule: every tensor-parallel rank has a shard, every copy the same.
+    ``gives``: no other stage exports it."""
+
+    rule: Rule
+    stage: int
+    chunk: int
+    gives: bool
+
+
+def parameters(shape: ModelShape, layout: ParallelLayout) -> Iterator[Held]:
+    """Of the whole model, in HF order, and who holds each."""
+    for (stage, chunk), layers in layout.chunk_layers(shape.num_layers).items():
+        first, last = layers.start == 0, layers.stop == shape.num_layers
+        for rule in stage_rules(shape, layers, first, last):
+            yield Held(rule, stage, chunk, first or shape.family.embedding not in rule.hf_names)
+
+
+@cache
+def layer_shards(shape: ModelShape, tensor_parallel_size: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(name, shape of a rank's shard) of a layer's parameters, or of its adapters; parameters in the order in which
+    Megatron builds them."""
+    rules = {rule.parameter: rule for rule in stage_rules(shape, range(1), first=False, last=False)}
+    built = [name for name in map("decoder.layers.0.{}".format, shape.family.parameters) if name in rules]
+    return tuple((name, shard_shape(rules[name], shape, tensor_parallel_size)) for name in built or rules)
 
 
 # ---- shapes and places --------------------------------------------------------------------------------------------

@@ -367,9 +367,8 @@ class Clock:
     def _update(self, model: TrainedModel) -> float:
         """Gradients reduced, parameters gathered, the optimizer's states read and written."""
         layout, states = model.layout, model.fullest
-        replicas = layout.data_parallel_size * layout.context_parallel_size
         near = layout.world_size <= model.near_ranks
-        moved = states.parameters * (_FP32 + _BF16) * (replicas - 1) / replicas
+        moved = states.parameters * (_FP32 + _BF16) * (layout.copies - 1) / layout.copies
         touched = 2 * states.optimizer + states.gradients
         return moved / self._rate(self.gpu.near if near else self.gpu.far) + touched / self._rate(self.gpu.hbm)
 
@@ -398,7 +397,7 @@ class Clock:
         away = 0.0 if one_node else 1 - 1 / nodes if shared else 1.0
         received = size / engines.tensor_parallel_size
         held = policy.fullest.parameters * param_bytes(policy.megatron) * engines.count
-        sent = held / (layout.data_parallel_size * layout.context_parallel_size)
+        sent = held / layout.copies
         slices = max(
             *((part * share / self._rate(rate), f"{what}{where}")
               for part, what in ((received, "what a worker receives"), (sent, "what the fullest rank sends"))
