@@ -177,8 +177,9 @@ def divisible(
     stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
     cut = ParallelLayout.of(layout, stages)
     yield from _heads_divisible(option, model, tp, layout.tensor_parallel_size)
-    if model.ffn_hidden_size % layout.tensor_parallel_size:
-        yield _indivisible(option, tp, layout.tensor_parallel_size, "MLP width", model.ffn_hidden_size)
+    for what, size in model.mlp.divided.items():
+        if size % layout.tensor_parallel_size:
+            yield _indivisible(option, tp, layout.tensor_parallel_size, what, size)
     ends = [field for field, layers in zip(PIPELINE_ENDS, cut.given_layers, strict=True) if layers]
     uneven = [*map(named, ends)]
     if uneven and stages == 1:

@@ -86,7 +86,7 @@ def widths(option: str, model: ModelShape, config: RunConfig | SupervisedConfig)
 def _shard_widths(model: ModelShape, tp: int, modules: str) -> dict[str, float]:
     """Sides of the weights of a layer that one tensor-parallel rank holds; not whole where another rule is broken."""
     heads = model.num_heads * model.head_dim
-    mlp = {"hidden size": model.hidden_size, "MLP width": model.ffn_hidden_size / tp}
+    mlp = {"hidden size": model.hidden_size, **{what: size / tp for what, size in model.mlp.divided.items()}}
     attention = {
         "rows of q, k and v": (heads + 2 * model.num_kv_heads * model.head_dim) / tp,
         "columns of the output projection": heads / tp,

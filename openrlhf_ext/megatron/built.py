@@ -165,7 +165,7 @@ class BuiltModel:
     def exporter(
         self, value: Callable[[torch.nn.Parameter], Tensor] | None = None, most_streams: int = 1
     ) -> HFExporter:
-        return HFExporter(self.chunks, self.shape, Ownership(self.shape, self.settings.layout, most_streams), value)
+        return HFExporter(self.chunks, Ownership(self.shape, self.settings.layout, most_streams), value)
 
     def export(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Whole HF tensors on global rank 0; all ranks must exhaust the iterator."""

@@ -253,17 +253,17 @@ def take_snapshot(model: MegatronModel, extra: dict[str, Any] | None = None, *, 
 
 
 def _own_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
-    """The pieces this rank writes: copies on other ranks are left out, data-parallel ranks share the rest evenly."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    replica, replicas = group.rank(), group.size()
+    """The pieces this rank writes: copies on other ranks are left out, the ranks that hold one share it evenly."""
+    layout, rank = model.settings.layout, dist.get_rank()
+    copy = layout.copy(rank)
     ranges = optimizer_ranges(model.optimizer)
     distributed = any(isinstance(part, DistributedOptimizer) for part in _single_optimizers(model.optimizer))
-    if replica == parallel_state.get_tensor_model_parallel_rank() == 0:
+    if copy == layout.place(rank).tensor == 0:
         yield from _converter_pieces(model)
     for i, block in enumerate(parameter_blocks(model)):
         if block.copy_of:
             continue
-        mine = i % replicas == replica
+        mine = i % layout.copies == copy
         if mine:
             yield BlockRange.whole(_named(block.block, "model")), block.elements()
             if model.average is not None:

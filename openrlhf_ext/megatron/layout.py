@@ -125,5 +125,15 @@ class ParallelLayout:
         return rank == self.ranks(replica=self.place(rank).replica)[0]
 
     @property
+    def copies(self) -> int:
+        """Ranks that hold the same share of the model."""
+        return self.context_parallel_size * self.data_parallel_size
+
+    def copy(self, rank: int) -> int:
+        """Which of the copies of its share a rank holds, counted by ascending ranks."""
+        place = self.place(rank)
+        return place.replica * self.context_parallel_size + place.context
+
+    @property
     def near_ranks(self) -> int:
         return self.tensor_parallel_size * self.context_parallel_size

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
@@ -262,7 +263,8 @@ class MegatronPolicy(MegatronModel):
         if seen is not None and kept is not None:
             seen.append(LogprobEntropy(*kept.in_order()))
         # norms of the groups before the optimizer clips in place, and metrics: read from the device together
-        metrics, squares = self.schedule.sum_metrics(losses, gradient_squares(self.models))
+        counted = gradient_squares(self.models, self.settings.layout.copy(dist.get_rank()))
+        metrics, squares = self.schedule.sum_metrics(losses, counted)
         return {"loss/policy": 0.0} | metrics | gradient_norms(*squares)
 
     def _loss(

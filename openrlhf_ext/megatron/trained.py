@@ -126,7 +126,7 @@ class Adapters(WholeModel):
 
     def _exporter(self, value: Value | None, most_streams: int, dtype: torch.dtype) -> HFExporter:
         ownership = Ownership(self._shape, self._model.settings.layout, most_streams)
-        return HFExporter(self._model.chunks, self._shape, ownership, value, dtype)
+        return HFExporter(self._model.chunks, ownership, value, dtype)
 
     def as_in_engines(self, form: Form, dtype: torch.dtype, version: int) -> AbstractContextManager[None]:
         if version == 0:

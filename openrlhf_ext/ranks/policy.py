@@ -97,7 +97,7 @@ class PolicyActor(TrainedActor):
         if device is None or sleeping.engine_share is None:
             return
         distributed = settings.optimizer is not None and settings.megatron.distributed_optimizer_enable
-        replicas = settings.layout.data_parallel_size * settings.layout.context_parallel_size if distributed else 1
+        replicas = settings.layout.copies if distributed else 1
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         states = state_bytes(sum(p.numel() for p in trained), trained[0].element_size(), replicas)
         states += sum(p.nbytes for p in self._parameters if not p.requires_grad)

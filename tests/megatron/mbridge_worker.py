@@ -8,6 +8,7 @@ import torch
 from megatron.core import parallel_state
 
 from openrlhf_ext.megatron.distributed import initialize_distributed
+from openrlhf_ext.megatron.mlps.dense import DenseMLP
 from openrlhf_ext.megatron.model.spec import block_spec
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from tests.megatron.parity import settings
@@ -29,7 +30,7 @@ def mbridge_parameters(path: str) -> dict[str, torch.Tensor]:
         bias_activation_fusion=False, gradient_accumulation_fusion=False, bf16=False,
     )  # fmt: skip
     bridge.has_vp_stage = True
-    bridge._get_transformer_layer_spec = lambda vp_stage=None: block_spec(bridge.config)
+    bridge._get_transformer_layer_spec = lambda vp_stage=None: block_spec(bridge.config, DenseMLP)
     (model,) = bridge.get_model(weight_path=path, bf16=False, use_cpu_initialization=True)
     return {name.removeprefix("module."): p.detach() for name, p in model.named_parameters()}
 

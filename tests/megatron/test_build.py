@@ -49,7 +49,7 @@ def test_transformer_engine_takes_bf16_only(shape, with_transformer_engine, capl
         assert not transformer_config(shape, ParallelLayout(1), dtype, Megatron()).apply_rope_fusion
         config = transformer_config(shape, ParallelLayout(1), dtype, Megatron(rope_fusion=True))
         assert config.apply_rope_fusion == chosen
-        assert (build._spec(config, None).layer_specs[0] == "TE layers") == chosen
+        assert (build._spec(config, shape.family.mlp, None).layer_specs[0] == "TE layers") == chosen
     part = pack(ragged([(2, 3), (4, 1)]), PackShape())
     sequences = packed_sequences(part, config.apply_rope_fusion)
     assert isinstance(sequences, PackedSequences) and part.boundaries.tolist() == [0, 5, 10]
@@ -62,7 +62,8 @@ def test_without_transformer_engine_the_log_says_so(shape, with_transformer_engi
     monkeypatch.setattr(build, "has_transformer_engine", lambda: False)
     with fake_rank(ParallelLayout(1), 0):
         config = transformer_config(shape, ParallelLayout(1), torch.bfloat16, Megatron())
-        assert not config.apply_rope_fusion and build._spec(config, None).layer_specs[0] != "TE layers"
+        spec = build._spec(config, shape.family.mlp, None)
+        assert not config.apply_rope_fusion and spec.layer_specs[0] != "TE layers"
     assert "TransformerEngine is not installed" in caplog.text
 
 

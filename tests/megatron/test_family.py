@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,15 +34,15 @@ PHI3 = Family(
 )
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """Installs an entry point for PHI3, as the package of a user would, for this process and those it starts."""
-    site = tmp_path_factory.mktemp("site-packages")
+@contextmanager
+def installed_as_phi3(site: Path, family: str) -> Iterator[None]:
+    """Installs an entry point, as the package of a user would, for this process and those it starts."""
     info = site / "my_families-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-families\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[openrlhf_ext.families]\nphi3 = {__name__}:PHI3\n")
+    (info / "entry_points.txt").write_text(f"[openrlhf_ext.families]\nphi3 = {family}\n")
     path = os.environ.get("PYTHONPATH")
+    family_of.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(site)
         patch.setenv("PYTHONPATH", f"{site}{os.pathsep}{path}" if path else str(site))
@@ -49,26 +51,41 @@ def installed(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> tuple[Path, Phi3ForCausalLM]:
+def installed(tmp_path_factory):
+    with installed_as_phi3(tmp_path_factory.mktemp("site-packages"), f"{__name__}:PHI3"):
+        yield
+
+
+def make_phi3(path: Path, **more: str) -> Phi3ForCausalLM:
     """A random Phi-3 as transformers saves it; vocabulary 61 is not divisible by 2."""
     torch.manual_seed(0)
     config = Phi3Config(
         vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.1, pad_token_id=0, eos_token_id=1,
-        bos_token_id=None,
+        bos_token_id=None, **more,
     )  # fmt: skip
     model = Phi3ForCausalLM(config).float()
-    path = tmp_path_factory.mktemp("phi3")
     model.save_pretrained(path)
-    return path, model
+    return model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> tuple[Path, Phi3ForCausalLM]:
+    path = tmp_path_factory.mktemp("phi3")
+    return path, make_phi3(path)
 
 
 def test_a_family_from_outside_equals_transformers_and_goes_out_as_it_came_in(installed, checkpoint):
     path, model = checkpoint
+    layouts = [{}, {"tp": 2, "sp": True, "max_tokens": 30}, {"pp": 2}]
+    require_transformers_numbers(path, model, layouts)
+
+
+def require_transformers_numbers(path: Path, model: Phi3ForCausalLM, layouts: list[dict]) -> None:
+    """Log-probs, entropies, and gradients in every layout of two ranks, and the weights bit for bit."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     batch, weights_N = make_batch(61)
     expected = reference(model, batch, weights_N, steps=1)
-    layouts = [{}, {"tp": 2, "sp": True, "max_tokens": 30}, {"pp": 2}]
     cases = [
         {"model": str(path), "world_size": 2, "temperature": TEMPERATURE, "steps": 0, **layout} for layout in layouts
     ]

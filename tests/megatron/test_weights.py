@@ -35,7 +35,7 @@ from openrlhf_ext.megatron.model.weight_map import (
     fill_shard,
     hf_shapes,
     hf_tensors,
-    owned_rules,
+    parameters,
     placement,
     shard_runs,
     shard_shape,
@@ -159,7 +159,7 @@ def test_every_hf_tensor_is_listed_and_owned_once(models, chunks):
         with safe_open(path / "model.safetensors", "pt") as f:
             assert sorted(names) == sorted(f.keys())
         places = ParallelLayout(2, **layout(pp=2, vp=chunks))
-        owned = [name for _, rule in owned_rules(shape, places) for name in rule.hf_names]
+        owned = [name for held in parameters(shape, places) if held.gives for name in held.rule.hf_names]
         assert owned == names, "exported in the order in which they are announced"
 
 

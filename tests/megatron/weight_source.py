@@ -49,7 +49,7 @@ class Engine:
 def send(model: str, layout: dict, ranks: int) -> dict:
     """vLLM's NCCL sender over two rounds, the second after the weights have moved; groups by layer."""
     policy = policy_of(model, layout, ranks)
-    source = Source(policy.chunks, policy.shape, Ownership(policy.shape, policy.settings.layout))
+    source = Source(policy.chunks, Ownership(policy.shape, policy.settings.layout))
     client = Engine()
     sender = nccl_engine.NCCLTrainerWeightTransferEngine(
         client=client, source=source, is_sender=dist.get_rank() == 0, packed_buffer_size_bytes=BUFFER_BYTES

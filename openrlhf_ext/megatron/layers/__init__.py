@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +62,26 @@ class LayerConverter:
     def hf_config(self) -> dict[str, Any]:
         """Entries of ``config.json`` beside exported weights."""
         return {}
+
+
+def linears(layer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path in the layer, what holds it) of every linear of a layer's spec, in attention and in any kind of MLP, by
+    Megatron's names of linears (``is_linear``)."""
+    for name, module in vars(layer.submodules).items():
+        if is_linear(name):
+            yield path + name, layer.submodules
+        elif getattr(module, "submodules", None) is not None:
+            yield from linears(module, f"{path}{name}.")
+
+
+def is_linear(path: str) -> bool:
+    """Of a module by its path."""
+    return path.rpartition(".")[2].startswith("linear_")
+
+
+def is_of_mlp(path: str) -> bool:
+    """Of a module or parameter, in a layer or in a model."""
+    return "mlp" in path.split(".")
 
 
 def kept_bytes(converters: Sequence[LayerConverter], decoder: TransformerBlock) -> int:

@@ -40,10 +40,10 @@ from torch import Tensor
 from openrlhf_ext.head.kernels import multiply
 from openrlhf_ext.megatron.model.adapter import Adapter
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
-from openrlhf_ext.megatron.model.hf_weights import fill_rules, load_hf, model_rules
+from openrlhf_ext.megatron.model.hf_weights import fill_rules, load_hf, model_rules, own_shard
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.spec import NormColumnParallelLinear, rms_norm
-from openrlhf_ext.megatron.model.weight_map import Rule, Run, Shard, adapter_shape, hf_shapes, shard_runs, targeted
+from openrlhf_ext.megatron.model.weight_map import Rule, Run, adapter_shape, hf_shapes, shard_runs, targeted
 
 _STREAMS = "lora dropout", "lora dropout of a shard"
 """Random streams of masks: where tensor-parallel ranks hold the same input they draw the same masks, from a stream that
@@ -306,7 +306,6 @@ def _seed_streams(seed: int) -> None:
 def add_zeros(chunk: HiddenStateGPTModel, shape: ModelShape, adapter: Adapter) -> None:
     """Freezes a chunk and gives its targeted linears adapters of zeros."""
     chunk.requires_grad_(False)
-    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     for rule in model_rules(chunk, shape):
         chosen = targeted(rule, adapter.targets)
         if not chosen:
@@ -315,7 +314,7 @@ def add_zeros(chunk: HiddenStateGPTModel, shape: ModelShape, adapter: Adapter) -
         assert isinstance(linear, Adapted), f"{rule.parameter}: a {type(linear).__name__} has no adapters"
         owner_N = torch.zeros(len(linear.weight), dtype=torch.long)
         if not linear.is_row:
-            runs = shard_runs(rule, shape, Shard(rank, size))
+            runs = shard_runs(rule, shape, own_shard())
             owners = torch.tensor([chosen.index(run.tensor) if run.tensor in chosen else -1 for run in runs])
             owner_N = owners.repeat_interleave(torch.tensor([len(run) for run in runs]))
         linear.adapt(adapter, len(chosen), owner_N, gated=rule.split == "gate_up")

@@ -93,10 +93,13 @@ class EmulatedRowParallelLinear(EmulatedLinear, RowParallelLinear):
     """The sum over the ranks is in the model's precision."""
 
 
-def emulated_linears(recipe: Recipe) -> tuple[ModuleSpec, ModuleSpec]:
-    classes = (EmulatedNormColumnParallelLinear, EmulatedRowParallelLinear)
-    column, row = (ModuleSpec(module=kind, params={"recipe": recipe}) for kind in classes)
-    return column, row
+_EMULATED = {
+    NormColumnParallelLinear: EmulatedNormColumnParallelLinear, RowParallelLinear: EmulatedRowParallelLinear
+}  # fmt: skip
+
+
+def emulated(linear: type, recipe: Recipe) -> ModuleSpec:
+    return ModuleSpec(module=_EMULATED[linear], params={"recipe": recipe})
 
 
 class _Linear(torch.autograd.Function):

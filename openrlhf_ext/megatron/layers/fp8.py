@@ -20,7 +20,7 @@ from torch import Tensor
 from openrlhf_ext.fp8 import wheel_folder
 from openrlhf_ext.fp8.quantize import Products
 from openrlhf_ext.fp8.recipe import WEIGHT_COPY_BYTES, Recipe
-from openrlhf_ext.megatron.layers import LayerConverter
+from openrlhf_ext.megatron.layers import LayerConverter, is_linear, is_of_mlp, linears
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -33,8 +33,6 @@ _BLOCKWISE_CUDA = (12, 9)
 _CODES_THAT_MAY_DIFFER = 0.005
 """A scale may be rounded in another order, and decides for values of bf16 that lie midway between two codes: one last
 bit of all scales changes 0.1 to 0.4 % of the codes; another recipe changes a quarter."""
-_ATTENTION, _MLP = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
-_KINDS = (*_ATTENTION, *_MLP)
 
 
 class FP8Unavailable(RuntimeError):
@@ -93,7 +91,7 @@ def _scale_problems(recipe: Recipe, taken: Any) -> list[str]:
 
 
 def linear_layers(decoder: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    return {name: module for name, module in decoder.named_modules() if name.rpartition(".")[2] in _KINDS}
+    return {name: module for name, module in decoder.named_modules() if is_linear(name)}
 
 
 def prove(decoder: torch.nn.Module, recipe: Recipe, first_layer: int, num_layers: int) -> None:
@@ -105,7 +103,7 @@ def prove(decoder: torch.nn.Module, recipe: Recipe, first_layer: int, num_layers
     for path, module in linear_layers(decoder).items():
         number = first_layer + int(path.split(".")[1])
         kind = path.rpartition(".")[2]
-        wanted = not recipe.bf16_layers.has(number, num_layers) and (recipe.modules == "all" or kind in _MLP)
+        wanted = not recipe.bf16_layers.has(number, num_layers) and (recipe.modules == "all" or is_of_mlp(path))
         problems += _type_problems(path, module, wanted, recipe.emulate)
         if wanted and not recipe.emulate and kind not in proven:
             proven.add(kind)
@@ -193,18 +191,14 @@ class FP8Layers(LayerConverter):
         }
 
     def convert(self, layer: ModuleSpec, number: int, num_layers: int) -> None:
-        from openrlhf_ext.megatron.layers.emulated import emulated_linears
+        from openrlhf_ext.megatron.layers.emulated import emulated
 
-        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
-        everywhere = self.recipe.modules == "all"
-        if self.recipe.emulate and not self.recipe.bf16_layers.has(number, num_layers):
-            linears = emulated_linears(self.recipe)
-            mlp.linear_fc1, mlp.linear_fc2 = linears
-            if everywhere:
-                attention.linear_qkv, attention.linear_proj = linears
-        elif not (self.recipe.emulate or everywhere):
-            for name in _ATTENTION:
-                setattr(attention, name, without_fp8(getattr(attention, name)))
+        for path, owner in linears(layer):
+            name, chosen = path.rpartition(".")[2], self.recipe.modules == "all" or is_of_mlp(path)
+            if self.recipe.emulate and chosen and not self.recipe.bf16_layers.has(number, num_layers):
+                setattr(owner, name, emulated(getattr(owner, name), self.recipe))
+            elif not (self.recipe.emulate or chosen):
+                setattr(owner, name, without_fp8(getattr(owner, name)))
 
     def start(self, chunks: Sequence[GPTModel], compute: Callable[[bool], None]) -> None:
         from openrlhf_ext.megatron.layers.emulated import follow_micro_batches
@@ -260,7 +254,7 @@ class FP8Layers(LayerConverter):
         return 128 if self.recipe.blockwise and pieces > 1 else 16
 
     def kept_per_weight(self, parameter: str, number: int, num_layers: int) -> int:
-        left_out = self.recipe.modules == "mlp" and parameter.split(".")[-2] not in _MLP
+        left_out = self.recipe.modules == "mlp" and not is_of_mlp(parameter)
         bf16 = self.recipe.emulate or left_out or self.recipe.bf16_layers.has(number, num_layers)
         return 0 if bf16 else WEIGHT_COPY_BYTES
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from openrlhf_ext.megatron.layers import LayerConverter
+from openrlhf_ext.megatron.layers import LayerConverter, linears
 from openrlhf_ext.megatron.model.adapter import Adapter
 from openrlhf_ext.megatron.model.weight_map import adapter_shape
 
@@ -35,10 +35,9 @@ class LoRALayers(LayerConverter):
     def convert(self, layer: ModuleSpec, number: int, num_layers: int) -> None:
         from openrlhf_ext.megatron.layers.adapted import adapted
 
-        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
-        for module, names in ((attention, ("linear_qkv", "linear_proj")), (mlp, ("linear_fc1", "linear_fc2"))):
-            for name in names:
-                setattr(module, name, adapted(getattr(module, name)))
+        for path, owner in linears(layer):
+            name = path.rpartition(".")[2]
+            setattr(owner, name, adapted(getattr(owner, name)))
 
 
 def adapters_of(converters: Iterable[LayerConverter]) -> LoRALayers | None:

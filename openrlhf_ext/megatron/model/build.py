@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.mlps.dense import DenseMLP
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.spec import PackedSequences, block_spec
 from openrlhf_ext.megatron.step.batch import PackedBatch
@@ -79,7 +79,6 @@ def transformer_config(
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
         num_attention_heads=shape.num_heads,
         num_query_groups=shape.num_kv_heads,
         kv_channels=shape.head_dim,
@@ -88,8 +87,6 @@ def transformer_config(
         qk_layernorm=shape.qk_norm,
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=dtype,
@@ -119,6 +116,7 @@ def transformer_config(
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=False,
         apply_rope_fusion=megatron.rope_fusion and uses_transformer_engine(dtype, converters),
+        **shape.mlp.megatron_arguments(),
         **recompute_arguments(megatron),
         **{name: value for converter in converters for name, value in converter.megatron_arguments().items()},
     )
@@ -189,22 +187,22 @@ def packed_sequences(part: PackedBatch, fused_rope: bool) -> PackedSequences:
 
 
 def _spec(
-    config: TransformerConfig, vp_stage: int | None, converters: Sequence[LayerConverter] = ()
+    config: TransformerConfig, mlp: type[DenseMLP], vp_stage: int | None, converters: Sequence[LayerConverter] = ()
 ) -> TransformerBlockSubmodules:
     if uses_transformer_engine(config.params_dtype, converters):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        def theirs(config: TransformerConfig) -> ModuleSpec:
+        def theirs(config: TransformerConfig, _: type[DenseMLP]) -> ModuleSpec:
             return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
 
         logger.info("layers: TransformerEngine's")
-        return block_spec(config, vp_stage, converters, theirs, LayerNormImpl)
+        return block_spec(config, mlp, vp_stage, converters, theirs, LayerNormImpl)
     if torch.cuda.is_available() and not _must_be_ours(converters):
         why = "is not installed"
         if has_transformer_engine():
             why = f"has no attention over packed sequences in {config.params_dtype} (megatron.param_dtype bf16 has)"
         logger.warning("layers: plain torch, slower on a GPU, because TransformerEngine %s", why)
-    return block_spec(config, vp_stage, converters)
+    return block_spec(config, mlp, vp_stage, converters)
 
 
 def give_whole_sequences(decoder: torch.nn.Module) -> None:
@@ -252,7 +250,7 @@ def build_model(
     model_class = HiddenStateGPTModel if shape.value_head is None else ValueModel
     model = model_class(
         config,
-        (block_spec if meta else _spec)(config, vp_stage, converters),
+        (block_spec if meta else _spec)(config, shape.family.mlp, vp_stage, converters),
         vocab_size=shape.padded_vocab_size(config.tensor_model_parallel_size),
         max_sequence_length=shape.max_positions or 0,  # read by learned positions only
         pre_process=parallel_state.is_pipeline_first_stage(**where),

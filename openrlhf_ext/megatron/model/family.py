@@ -1,6 +1,6 @@
 """What a model family declares: its names in the checkpoint, how its ``config.json`` is read, what it refuses. Needs no
-torch. What Megatron builds is the same for all: a dense decoder with RMS norms, rotary embedding, grouped-query
-attention and a SiLU-gated MLP."""
+torch. What Megatron builds is the same for all but for the kind of MLP (``megatron.mlps``): a decoder with RMS norms,
+rotary embedding, and grouped-query attention."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from openrlhf_ext.megatron.mlps.dense import DenseMLP
+
 Split = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
-Size = Literal["one", "hidden", "ffn", "vocab", "head", "queries", "keys", "adapter"]
-"""What a dimension counts: 1, or entries of hidden state, MLP, vocabulary, one head, all queries, all keys, the rank of
-an adapter."""
+Size = str
+"""What a dimension counts: 'one', or entries of the 'hidden' state, the 'vocab', one 'head', all 'queries', all 'keys',
+the rank of an 'adapter', or what the kind of MLP names (``ModelShape.sizes``)."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +44,15 @@ class Rule:
         return 1 if self.split == "row" else 0
 
 
-# the parameters that a decoder layer may have: how Megatron cuts them, their rows and columns
+# the parameters that attention may have: how Megatron cuts them, their rows and columns, in the order of construction
 _QKV: tuple[Size, ...] = ("queries", "keys", "keys")
-_PARAMETERS: dict[str, tuple[Split, tuple[Size, ...], Size | None]] = {
-    "self_attention.linear_qkv.layer_norm_weight": ("replicated", ("hidden",), None),
+_ATTENTION: dict[str, tuple[Split, tuple[Size, ...], Size | None]] = {
+    "self_attention.linear_proj.weight": ("row", ("hidden",), "queries"),
     "self_attention.linear_qkv.weight": ("qkv", _QKV, "hidden"),
     "self_attention.linear_qkv.bias": ("qkv", _QKV, None),
+    "self_attention.linear_qkv.layer_norm_weight": ("replicated", ("hidden",), None),
     "self_attention.q_layernorm.weight": ("replicated", ("head",), None),
     "self_attention.k_layernorm.weight": ("replicated", ("head",), None),
-    "self_attention.linear_proj.weight": ("row", ("hidden",), "queries"),
-    "mlp.linear_fc1.layer_norm_weight": ("replicated", ("hidden",), None),
-    "mlp.linear_fc1.weight": ("gate_up", ("ffn", "ffn"), "hidden"),
-    "mlp.linear_fc2.weight": ("row", ("hidden",), "ffn"),
 }
 
 # what most families call the tensors of a layer
@@ -61,9 +60,7 @@ LAYER: dict[str, tuple[str, ...]] = {
     "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
     "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
     "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
-    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
-    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+    **DenseMLP.names,
 }
 QKV_BIAS = {"self_attention.linear_qkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv")}
 QK_NORM = {
@@ -82,17 +79,19 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family of dense decoders.
+    """One family of decoders.
 
-    ``layer``: parameters of a decoder layer -> HF tensors that they are made of, both named within the layer, in the
-    order in which they are exported. A bias of the query-key-value projection and norms of query and key are built if,
-    and only if, they are named here. ``config_names``: entries of ``config.json`` that this family calls otherwise:
-    usual name -> its name; ``config_defaults``: those that it may leave out; ``refused``: those that have to be absent,
-    null, false or empty -> why, or what to do.
+    ``mlp``: the kind of its layers' MLPs (``megatron.mlps``); ``layer``: parameters of a decoder layer -> HF tensors
+    that they are made of, both named within the layer, in the order in which they are exported. A bias of the
+    query-key-value projection and norms of query and key are built if, and only if, they are named here.
+    ``config_names``: entries of ``config.json`` that this family calls otherwise: usual name -> its name;
+    ``config_defaults``: those that it may leave out; ``refused``: those that have to be absent, null, false or empty
+    -> why, or what to do.
     """
 
     model_type: str  # of ``config.json``
     critic_class: str  # of transformers, which reads an exported critic
+    mlp: type[DenseMLP] = DenseMLP
     layer: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: LAYER)
     layer_prefix: str = "model.layers.{layer}."  # stands before an HF name within a layer
     embedding: str = "model.embed_tokens.weight"
@@ -104,8 +103,13 @@ class Family:
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if unknown := sorted(self.layer.keys() - _PARAMETERS.keys()):
-            raise ValueError(f"{self.model_type}: a decoder layer has no {unknown}, only {sorted(_PARAMETERS)}")
+        if unknown := sorted(self.layer.keys() - self.parameters.keys()):
+            raise ValueError(f"{self.model_type}: a decoder layer has no {unknown}, only {sorted(self.parameters)}")
+
+    @property
+    def parameters(self) -> dict[str, tuple[Any, ...]]:
+        """Those that a decoder layer may have, in the order in which Megatron builds them."""
+        return {**_ATTENTION, **self.mlp.parameters}
 
     # ---- names --------------------------------------------------------------------------------------------------
 
@@ -121,7 +125,8 @@ class Family:
     def layer_rules(self) -> list[Rule]:
         """Rules of a decoder layer; ``{layer}`` stands for its index (see ``Rule.at_layer``)."""
         names = {parameter: tuple(self.layer_prefix + n for n in tensors) for parameter, tensors in self.layer.items()}
-        return [Rule(f"decoder.layers.{{layer}}.{p}", tensors, *_PARAMETERS[p]) for p, tensors in names.items()]
+        cuts = self.parameters
+        return [Rule(f"decoder.layers.{{layer}}.{p}", tensors, *cuts[p]) for p, tensors in names.items()]
 
     @property
     def embedding_rule(self) -> Rule:
@@ -145,8 +150,7 @@ class Family:
     def problems(self, config: Mapping[str, Any]) -> Iterator[str]:
         """What of a ``config.json`` (``usual``) is not built, one text for each."""
         yield from self._rope_problems(rope_settings(config))
-        if config["hidden_act"] != "silu":
-            yield f"hidden_act must be 'silu', got {config['hidden_act']!r}"
+        yield from self.mlp.problems(config)
         for entry, why in {**_REFUSED, **self.refused}.items():
             if config.get(entry):
                 yield f"{self.model_type} with {entry} = {config[entry]!r} is not supported: {why}"

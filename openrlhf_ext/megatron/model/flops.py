@@ -1,4 +1,4 @@
-"""Model FLOPs of a dense decoder, a multiplication and an addition being two operations: matrix products of the layers
+"""Model FLOPs of a decoder, a multiplication and an addition being two operations: matrix products of the layers
 (all tokens), causal attention, and the vocabulary projection (only positions whose next token is a response token).
 Norms, rotary embedding, softmax, the optimizer and recomputation are not counted, so that MFU tells how much of the
 hardware the model itself uses.
@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.model.weight_map import hf_shapes
 
 # operations of the backward pass per operation of the forward pass: gradients of both factors of every product
 BACKWARD = 2
@@ -59,8 +58,7 @@ def forward_flops(shape: ModelShape, lengths: Iterable[int], predicted: int) -> 
     """FLOPs of a forward pass over whole sequences, of whose tokens ``predicted`` are response tokens."""
     lengths = list(lengths)
     q = shape.num_heads * shape.head_dim
-    weights = (size for rule in shape.family.layer_rules for size in hf_shapes(rule, shape) if len(size) == 2)
-    per_token = sum(rows * columns for rows, columns in weights)
+    per_token = shape.attention_weights + shape.mlp.token_weights
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     outputs = 1 if shape.value_head is not None else shape.vocab_size
     return ForwardFlops(

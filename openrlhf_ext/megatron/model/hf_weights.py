@@ -49,7 +49,7 @@ from openrlhf_ext.megatron.model.weight_map import (
     fill_shard,
     hf_shapes,
     is_of_adapter,
-    owned_rules,
+    parameters,
     placement,
     shard_runs,
     stage_rules,
@@ -62,10 +62,11 @@ BUCKET_BYTES = 256 << 20
 
 
 class OwnedTensor(NamedTuple):
-    """A Hugging Face tensor, ``number`` of those of its ``rule``, what each global rank gives of it, and in which
-    stream."""
+    """A Hugging Face tensor, ``number`` of those of a parameter of a chunk, what each global rank gives of it, and in
+    which stream."""
 
     rule: Rule
+    chunk: int
     number: int
     shape: tuple[int, ...]
     slices: Mapping[int, tuple[Piece, ...]]
@@ -83,18 +84,18 @@ class Ownership:
 
     def __init__(self, shape: ModelShape, layout: ParallelLayout, most_streams: int = 1) -> None:
         stages, size = layout.pipeline_parallel_size, layout.tensor_parallel_size
-        owned = list(owned_rules(shape, layout))
-        copies = max(1, min(most_streams // stages, layout.context_parallel_size * layout.data_parallel_size))
-        entries = [sum(math.prod(whole) for whole in hf_shapes(rule, shape)) for _, rule in owned]
+        owned = [held for held in parameters(shape, layout) if held.gives]
+        copies = max(1, min(most_streams // stages, layout.copies))
+        entries = [sum(math.prod(whole) for whole in hf_shapes(held.rule, shape)) for held in owned]
         totals = Counter[int]()
         places = []  # (stage, copy) of every rule: an equal share of the stage's entries for each copy
-        for (stage, _), count in zip(owned, entries, strict=True):
-            places.append((stage, totals[stage]))
-            totals[stage] += count
+        for held, count in zip(owned, entries, strict=True):
+            places.append((held.stage, totals[held.stage]))
+            totals[held.stage] += count
         places = [(stage, copies * before // totals[stage]) for stage, before in places]
         used = sorted(set(places), key=lambda place: place[::-1]) if most_streams > 1 else []
         self.tensors: dict[str, OwnedTensor] = {}
-        for (stage, rule), (_, copy) in zip(owned, places, strict=True):
+        for (rule, stage, chunk, _), (_, copy) in zip(owned, places, strict=True):
             replica, context = copy % layout.data_parallel_size, copy // layout.data_parallel_size
             ranks = layout.ranks(stage=stage, context=context, replica=replica)
             given = {rank: placement(rule, shape, Shard(layout.place(rank).tensor, size)) for rank in ranks}
@@ -104,11 +105,15 @@ class Ownership:
                 found = {rank: tuple(p for p in pieces if p.tensor == number) for rank, pieces in given.items()}
                 slices = {rank: pieces for rank, pieces in found.items() if pieces}
                 stream = used.index((stage, copy)) if used else 0
-                self.tensors[name] = OwnedTensor(rule, number, whole, slices, stream)
+                self.tensors[name] = OwnedTensor(rule, chunk, number, whole, slices, stream)
         givers: list[set[int]] = [set() for _ in range(max(1, len(used)))]
         for tensor in self.tensors.values():
             givers[tensor.stream].update(tensor.slices)
         self.streams = tuple(tuple(sorted(ranks)) for ranks in givers)
+
+
+def own_shard() -> Shard:
+    return Shard(parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size())
 
 
 def model_rules(model: HiddenStateGPTModel, shape: ModelShape) -> list[Rule]:
@@ -125,42 +130,34 @@ def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str 
     critic stays as it is if the checkpoint has none. Raises WeightMapError, which lists what does not fit.
     """
     checkpoint = HFCheckpoint(path, WEIGHTS if shape.adapter_rank else SINGLE)
-    new_head = new_value_head(shape, checkpoint)
-    shard = Shard(
-        parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    )
-    problems = unaccounted_tensors(checkpoint, shape)
-    targets: list[tuple[Rule, torch.nn.Parameter]] = []
+    new_head, problems = new_value_head(shape, checkpoint), unaccounted_tensors(checkpoint, shape)
     for chunk in chunks:
-        rules, parameters = model_rules(chunk, shape), parameters_of(chunk, shape)
-        for what, names in unaccounted_parameters(rules, shape, parameters, shard.tp_size).items():
+        rules, named = model_rules(chunk, shape), parameters_of(chunk, shape)
+        for what, names in unaccounted_parameters(rules, shape, named, own_shard().tp_size).items():
             problems.setdefault(what, []).extend(names)
-        targets += [
-            (rule, parameters[rule.parameter])
-            for rule in rules
-            if rule.parameter in parameters and new_head.isdisjoint(rule.hf_names)
-        ]
     if problems:
         raise WeightMapError(f"{path}: {describe(problems)}")
-    for rule, parameter in targets:
 
-        def read(tensor: int, run: Run, rule: Rule = rule) -> Tensor:
-            return checkpoint.read(rule.hf_names[tensor], rule.axis, run.start, run.stop)
+    def values(rule: Rule) -> Callable[[int, Run], Tensor] | None:
+        if not new_head.isdisjoint(rule.hf_names):
+            return None
+        return lambda tensor, run: checkpoint.read(rule.hf_names[tensor], rule.axis, run.start, run.stop)
 
-        _fill(parameter, rule, read, shard_runs(rule, shape, shard))
+    fill_rules(chunks, shape, values)
 
 
 def fill_rules(
-    chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, values: Callable[[Rule], Callable[[int, Run], Tensor]]
+    chunks: Sequence[HiddenStateGPTModel],
+    shape: ModelShape,
+    values: Callable[[Rule], Callable[[int, Run], Tensor] | None],
 ) -> None:
-    """Fills this rank's parameters with what ``values(rule)`` gives for entries of its HF tensors (``fill_shard``)."""
-    shard = Shard(
-        parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    )
+    """Fills this rank's parameters with what ``values(rule)`` gives for entries of its HF tensors (``fill_shard``);
+    None: the parameter stays."""
     for chunk in chunks:
-        parameters = parameters_of(chunk, shape)
+        named = parameters_of(chunk, shape)
         for rule in model_rules(chunk, shape):
-            _fill(parameters[rule.parameter], rule, values(rule), shard_runs(rule, shape, shard))
+            if (read := values(rule)) is not None:
+                _fill(named[rule.parameter], rule, read, shard_runs(rule, shape, own_shard()))
 
 
 def parameters_of(chunk: HiddenStateGPTModel, shape: ModelShape) -> dict[str, torch.nn.Parameter]:
@@ -202,7 +199,6 @@ class HFExporter:
     def __init__(
         self,
         chunks: Sequence[HiddenStateGPTModel],
-        shape: ModelShape,
         ownership: Ownership,
         value: Callable[[torch.nn.Parameter], Tensor] | None = None,
         dtype: torch.dtype | None = None,
@@ -221,12 +217,12 @@ class HFExporter:
         )
         self._is_connected = len(self._givers) == 1
         self._known_pieces: dict[tuple[Part, int], list[Piece]] = {}
-        self._own: dict[str, torch.nn.Parameter] = {}
-        for chunk in chunks:
-            parameters = dict(chunk.named_parameters())
-            for rule in model_rules(chunk, shape):  # tied embeddings exist on two stages, of which one gives them
-                names = [name for name in rule.hf_names if name and self._rank in self._tensors[name].slices]
-                self._own |= {name: parameters[rule.parameter] for name in names}
+        held = [dict(chunk.named_parameters()) for chunk in chunks]
+        self._own: dict[str, torch.nn.Parameter] = {
+            name: held[tensor.chunk][tensor.rule.parameter]
+            for name, tensor in self._tensors.items()
+            if self._rank in tensor.slices
+        }
 
     def metadata(self) -> list[TensorMeta]:
         """Of all tensors of the model, in the order of iteration; the same on every rank."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from openrlhf_ext.inputs import (
     similar_path,
 )  # fmt: skip
 from openrlhf_ext.megatron.families import family_of
+from openrlhf_ext.megatron.mlps.dense import DenseMLP
 from openrlhf_ext.megatron.model.family import Family, rope_settings, rope_type
 from openrlhf_ext.megatron.model.folder import require_one_model
 
@@ -53,6 +55,26 @@ class ModelShape:
     def family(self) -> Family:
         return family_of(self.model_type)
 
+    @cached_property
+    def mlp(self) -> DenseMLP:
+        """Of a layer."""
+        kind = self.family.mlp
+        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """What the dimensions of ``Rule`` count."""
+        return {
+            "one": 1, "hidden": self.hidden_size, "vocab": self.vocab_size, "head": self.head_dim,
+            "queries": self.num_heads * self.head_dim, "keys": self.num_kv_heads * self.head_dim,
+            "adapter": self.adapter_rank, **self.mlp.sizes,
+        }  # fmt: skip
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of a layer's attention that a token is multiplied with."""
+        return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+
     @property
     def attention_length(self) -> float:
         """Tokens of a sequence at which causal attention costs as many operations as the layer's matrix products.
@@ -60,9 +82,7 @@ class ModelShape:
         Per token and layer: 2 operations for each weight; 2 * 2 * (length / 2) * heads * head_dim for scores and
         weighted values, half of the sequence being visible on average.
         """
-        width = self.num_heads * self.head_dim
-        weights = self.hidden_size * (2 * width + 2 * self.num_kv_heads * self.head_dim + 3 * self.ffn_hidden_size)
-        return weights / width
+        return (self.attention_weights + self.mlp.token_weights) / (self.num_heads * self.head_dim)
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
         return -(-self.vocab_size // tensor_parallel_size) * tensor_parallel_size
@@ -111,15 +131,15 @@ def _up_to(most: int) -> Kind:
     return Kind(f"an integer from 1 to {most}", lambda value: is_integer(value) and 1 <= value <= most)
 
 
-_DIMENSIONS = {
-    "num_hidden_layers": _up_to(2**10),
-    "hidden_size": _up_to(2**18),
-    "intermediate_size": _up_to(2**20),
-    "num_attention_heads": _up_to(2**12),
-    "vocab_size": _up_to(2**22),
-}
+def _required(family: Family) -> dict[str, Kind]:
+    own = {entry: _up_to(most) for entry, most in family.mlp.entries.values()}
+    return {
+        "num_hidden_layers": _up_to(2**10), "hidden_size": _up_to(2**18), **own, "num_attention_heads": _up_to(2**12),
+        "vocab_size": _up_to(2**22), "rms_norm_eps": NUMBER, "rope_theta": NUMBER, "tie_word_embeddings": FLAG,
+    }  # fmt: skip
+
+
 _POSITIVE = Kind("a number above 0", lambda value: NUMBER.holds(value) and value > 0)
-_REQUIRED = _DIMENSIONS | {"rms_norm_eps": NUMBER, "rope_theta": NUMBER, "tie_word_embeddings": FLAG}
 _OPTIONAL = {
     "num_key_value_heads": or_null(_up_to(2**12)),
     "head_dim": or_null(_up_to(2**12)),
@@ -150,7 +170,7 @@ def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
         family = family_of(own_config["model_type"])
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    config = check(family.usual(own_config), str(path), _REQUIRED, _OPTIONAL)
+    config = check(family.usual(own_config), str(path), _required(family), _OPTIONAL)
     check(rope_settings(config), f"{path}, rotary settings", {}, _ROPE)
     if problems := [*_head_problems(config), *family.problems(config)]:
         raise InputError(f"{path}: " + "; ".join(problems))
@@ -159,7 +179,7 @@ def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
         model_type=family.model_type,
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
-        ffn_hidden_size=config["intermediate_size"],
+        **{field: config[entry] for field, (entry, _) in family.mlp.entries.items()},
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,

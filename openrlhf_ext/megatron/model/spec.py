@@ -31,7 +31,6 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -45,6 +44,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from openrlhf_ext.megatron.layers import LayerConverter
+from openrlhf_ext.megatron.mlps.dense import DenseMLP
 from openrlhf_ext.megatron.step.batch import SharedPrompts
 
 
@@ -337,7 +337,7 @@ class CausalAttention(torch.nn.Module):
         return out if whole is None else whole.take(out)
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, mlp: type[DenseMLP]) -> ModuleSpec:
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
@@ -347,27 +347,25 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
             q_layernorm=qk_norm, k_layernorm=qk_norm,
         ),
     )  # fmt: skip
-    mlp = ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
-    )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            self_attention=attention, self_attn_bda=get_bias_dropout_add, pre_mlp_layernorm=IdentityOp, mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            self_attention=attention, self_attn_bda=get_bias_dropout_add, mlp_bda=get_bias_dropout_add,
+            **mlp.submodules(NormColumnParallelLinear, RowParallelLinear),
         ),
     )  # fmt: skip
 
 
 def block_spec(
     config: TransformerConfig,
+    mlp: type[DenseMLP],
     vp_stage: int | None = None,
     converters: Sequence[LayerConverter] = (),
-    layer: Callable[[TransformerConfig], ModuleSpec] = layer_spec,
+    layer: Callable[[TransformerConfig, type[DenseMLP]], ModuleSpec] = layer_spec,
     norm: type = RMSNorm,
 ) -> TransformerBlockSubmodules:
     first = get_transformer_layer_offset(config, vp_stage)
-    layers = [layer(config) for _ in range(get_num_layers_to_build(config, vp_stage))]
+    layers = [layer(config, mlp) for _ in range(get_num_layers_to_build(config, vp_stage))]
     for number, spec in enumerate(layers, first):
         for converter in converters:
             converter.convert(spec, number, config.num_layers)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -84,35 +86,38 @@ def stage_rules(shape: ModelShape, layers: range, first: bool, last: bool) -> li
     return rules
 
 
-def owned_rules(shape: ModelShape, layout: ParallelLayout) -> Iterator[tuple[int, Rule]]:
-    """(pipeline stage that exports it, rule) for the whole model, in HF order."""
-    if shape.adapter_rank:
-        for stage, rule in owned_rules(replace(shape, adapter_rank=0), layout):
-            yield from ((stage, one) for one in adapter_rules([rule], shape.adapter_targets))
-        return
-    places = layout.chunk_layers(shape.num_layers)
-    stage_of = {layer: stage for (stage, _), layers in places.items() for layer in layers}
-    family, last = shape.family, layout.pipeline_parallel_size - 1
-    yield 0, family.embedding_rule
-    for layer in range(shape.num_layers):
-        for rule in family.layer_rules:
-            yield stage_of[layer], rule.at_layer(layer, layer)
-    yield last, family.final_norm_rule
-    if shape.value_head is not None:
-        yield last, value_head_rule(shape)
-    elif not shape.tied_embeddings:
-        yield last, family.output_rule
+class Held(NamedTuple):
+    """A parameter of a stage's model chunk, by its rule: every tensor-parallel rank has a shard, every copy the same.
+    ``gives``: no other stage exports it."""
+
+    rule: Rule
+    stage: int
+    chunk: int
+    gives: bool
+
+
+def parameters(shape: ModelShape, layout: ParallelLayout) -> Iterator[Held]:
+    """Of the whole model, in HF order, and who holds each."""
+    for (stage, chunk), layers in layout.chunk_layers(shape.num_layers).items():
+        first, last = layers.start == 0, layers.stop == shape.num_layers
+        for rule in stage_rules(shape, layers, first, last):
+            yield Held(rule, stage, chunk, first or shape.family.embedding not in rule.hf_names)
+
+
+@cache
+def layer_shards(shape: ModelShape, tensor_parallel_size: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(name, shape of a rank's shard) of a layer's parameters, or of its adapters; parameters in the order in which
+    Megatron builds them."""
+    rules = {rule.parameter: rule for rule in stage_rules(shape, range(1), first=False, last=False)}
+    built = [name for name in map("decoder.layers.0.{}".format, shape.family.parameters) if name in rules]
+    return tuple((name, shard_shape(rules[name], shape, tensor_parallel_size)) for name in built or rules)
 
 
 # ---- shapes and places --------------------------------------------------------------------------------------------
 
 
 def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
-    sizes = {
-        "one": 1, "hidden": shape.hidden_size, "ffn": shape.ffn_hidden_size, "vocab": shape.vocab_size,
-        "head": shape.head_dim, "queries": shape.num_heads * shape.head_dim,
-        "keys": shape.num_kv_heads * shape.head_dim, "adapter": shape.adapter_rank,
-    }  # fmt: skip
+    sizes = shape.sizes
     rows = [sizes[part] for part in rule.rows]
     if len(rule.hf_names) == 1:  # the one tensor that a checkpoint stacks the parts in
         rows = [sum(rows)]
@@ -149,12 +154,10 @@ class Run:
 
 def parameter_runs(rule: Rule, shape: ModelShape, size: int) -> list[Run]:
     """The whole parameter, all ``size`` tensor-parallel shards one after the other, along the rule's axis."""
-    if rule.split == "qkv":
-        return [_in_stack(rule, run, _qkv_starts(shape)) for run in _qkv_runs(shape)]
-    if rule.split == "gate_up":
-        part = shape.ffn_hidden_size // size
-        runs = [Run(t, rank * part, (rank + 1) * part) for rank in range(size) for t in (0, 1)]
-        return [_in_stack(rule, run, (0, shape.ffn_hidden_size)) for run in runs]
+    if rule.split in ("qkv", "gate_up"):
+        rows = [shape.sizes[part] for part in rule.rows]
+        runs = _qkv_runs(shape) if rule.split == "qkv" else _gate_up_runs(rows[0] // size, size)
+        return [_in_stack(rule, run, [0, *accumulate(rows)]) for run in runs]
     if rule.split == "replicated":
         return [Run(number, 0, rows) for number, (rows, *_) in enumerate(hf_shapes(rule, shape))]
     length = hf_shapes(rule, shape)[0][rule.axis]
@@ -170,10 +173,9 @@ def _qkv_runs(shape: ModelShape) -> Iterator[Run]:
             yield Run(tensor, group * rows, (group + 1) * rows)
 
 
-def _qkv_starts(shape: ModelShape) -> tuple[int, int, int]:
-    """Where query, key and value begin in a stack of them."""
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    return 0, queries, queries + keys
+def _gate_up_runs(part: int, size: int) -> Iterator[Run]:
+    """Per shard its part of the gate, then of up."""
+    return (Run(tensor, rank * part, (rank + 1) * part) for rank in range(size) for tensor in (0, 1))
 
 
 def _in_stack(rule: Rule, run: Run, starts: Sequence[int]) -> Run:

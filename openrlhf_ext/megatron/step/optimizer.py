@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -115,14 +114,15 @@ def group_of(name: str) -> str:
 
 
 @torch.no_grad()
-def gradient_squares(models: Sequence[DistributedDataParallel]) -> tuple[Tensor, Tensor]:
+def gradient_squares(models: Sequence[DistributedDataParallel], copy: int) -> tuple[Tensor, Tensor]:
     """fp64 (groups,) squared norms of this rank's share of the gradients that the next update will use, before
-    clipping, and whether it has any of the group: to be added up over all ranks for ``gradient_norms``."""
+    clipping, and whether it has any of the group: to be added up over all ranks for ``gradient_norms``. ``copy``: which
+    one of the models' parameters this rank holds (``ParallelLayout.copy``)."""
     device = models[0].buffers[0].grad_data.device
     squares = torch.zeros(len(GROUPS), dtype=torch.float64, device=device)
     gradients: dict[str, list[Tensor]] = {group: [] for group in GROUPS}
     for model in models:
-        for name, gradient in _counted_gradients(model):
+        for name, gradient in _counted_gradients(model, copy):
             gradients[group_of(name)].append(gradient)
     for i, group in enumerate(GROUPS):
         if gradients[group]:
@@ -138,11 +138,11 @@ def gradient_norms(squares: Sequence[float], present: Sequence[float]) -> dict[s
     return {f"grad_norm/{group}": math.sqrt(square) for group, square, ranks in found if ranks}
 
 
-def _counted_gradients(model: DistributedDataParallel) -> Iterator[tuple[str, Tensor]]:
+def _counted_gradients(model: DistributedDataParallel, copy: int) -> Iterator[tuple[str, Tensor]]:
     """(parameter, gradient) of what this rank counts: no other rank counts the same elements."""
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     sharded = model.ddp_config.use_distributed_optimizer
-    if not sharded and parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
+    if not sharded and copy != 0:
         return
     for buffer in [*model.buffers, *model.expert_parallel_buffers]:
         for parameter, (start, stop, bucket) in buffer.param_index_map.items():

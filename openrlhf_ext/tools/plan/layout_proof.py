@@ -128,7 +128,7 @@ def _build(
             parameters += sum(p.numel() for p in chunk.parameters())
             adapters += sum(p.numel() for p in adapter_parameters([chunk]))
             copies += kept_bytes(converters, chunk.decoder)
-    shards = layout.data_parallel_size * layout.context_parallel_size if distributed_optimizer else 1
+    shards = layout.copies if distributed_optimizer else 1
     trained, per_parameter = (adapters, 8) if lora else (parameters, 8 if dtype == torch.float32 else 12)
     weights = (parameters - adapters) * dtype.itemsize + adapters * torch.float32.itemsize
     states = States(parameters, weights, trained * GRADIENT_BYTES, -(-trained * per_parameter // shards), copies)

@@ -24,7 +24,7 @@ from openrlhf_ext.megatron.layers.lora import adapters_of
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.model.weight_map import hf_tensors, shard_shape, stage_rules
+from openrlhf_ext.megatron.model.weight_map import hf_tensors, layer_shards, shard_shape, stage_rules
 from openrlhf_ext.megatron.settings import layer_converters
 from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.ranks.shared_gpu import RESERVE_BYTES, Parts, shared_parts
@@ -35,13 +35,6 @@ GRADIENT_BYTES = 4  # accumulated in fp32
 _PARAMETER_UNIT, _BUCKET_UNIT = 64, 128
 """Where parameters begin in the distributed optimizer's buffer, and buckets end (megatron-core 0.16.1
 distributed/param_and_grad_buffer.py:637, 647)."""
-_BUILT = (
-    "self_attention.linear_proj.weight", "self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias",
-    "self_attention.linear_qkv.layer_norm_weight", "self_attention.q_layernorm.weight",
-    "self_attention.k_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc1.layer_norm_weight",
-    "mlp.linear_fc2.weight",
-)  # fmt: skip
-"""Parameters of a layer in the order in which Megatron builds them, in which the buffer has them from its end."""
 
 
 @dataclass(frozen=True)
@@ -96,23 +89,20 @@ def entries(shape: ModelShape) -> int:
 def chunk_parameters(
     shape: ModelShape, tensor_parallel_size: int, layers: int, first: bool, last: bool
 ) -> tuple[tuple[str, int], ...]:
-    """(name, entries) of one tensor-parallel rank's parameters of a model chunk, in the order of construction.
-
-    The first chunk begins with the embedding, the last one ends in the final norm and the head.
-    """
-    rules = stage_rules(shape, range(1), first, last)
-    one = {rule.parameter: math.prod(shard_shape(rule, shape, tensor_parallel_size)) for rule in rules}
-    layer = [(name, one[f"decoder.layers.0.{name}"]) for name in _BUILT if f"decoder.layers.0.{name}" in one]
-    in_layers = [(f"decoder.layers.{i}.{name}", entries) for i in range(layers) for name, entries in layer]
-    before, after = ("embedding.word_embeddings.weight",), ("decoder.final_layernorm.weight", "output_layer.weight")
-    outer = [[(name, one[name]) for name in names if name in one] for names in (before, after)]
-    return (*outer[0], *in_layers, *outer[1])
+    """(name, entries) of one tensor-parallel rank's parameters of a model chunk, in the order in which Megatron builds
+    them; those of a layer again and again by the names of the first one."""
+    layer = [(name, math.prod(shard)) for name, shard in layer_shards(shape, tensor_parallel_size)]
+    outer = [
+        (rule.parameter, math.prod(shard_shape(rule, shape, tensor_parallel_size)))
+        for rule in stage_rules(shape, range(0), first, last)
+    ]
+    return (*outer[:first], *layer * layers, *outer[first:])
 
 
 @cache
 def rank_states(shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions) -> States:
     """States of the ranks of a stage; where ranks share the optimizer's states, of the rank with the largest share."""
-    shards = layout.data_parallel_size * layout.context_parallel_size if options.distributed else 1
+    shards = layout.copies if options.distributed else 1
     size, stages, chunks = options.param_bytes, layout.pipeline_parallel_size, layout.virtual_pipeline_size
     layers, tp = layout.stage_layers(shape.num_layers)[stage], layout.tensor_parallel_size
     held = [
@@ -121,9 +111,7 @@ def rank_states(shape: ModelShape, layout: ParallelLayout, stage: int, options: 
     ]
     parameters, copies = sum(count for named in held for _, count in named), _copies(shape, layout, stage, options)
     if (lora := adapters_of(options.converters)) is not None:  # in fp32; frozen weights lie in no padded buffer
-        own = lora.shape(shape)
-        rules = stage_rules(own, range(1), first=False, last=False)
-        trained = layers * sum(math.prod(shard_shape(rule, own, tp)) for rule in rules)
+        trained = layers * sum(math.prod(shard) for _, shard in layer_shards(lora.shape(shape), tp))
         return States(
             parameters + trained, parameters * size + 4 * trained, trained * GRADIENT_BYTES,
             -(-8 * trained // shards), copies,
@@ -187,11 +175,10 @@ def _copies(shape: ModelShape, layout: ParallelLayout, stage: int, options: Stat
     """Of the linear layers' weights (two dimensions), which layers keep beside the weights themselves."""
     chunks = layout.chunk_layers(shape.num_layers)
     numbers = [number for (at, _), range_ in chunks.items() if at == stage for number in range_]
-    one = stage_rules(shape, range(1), first=False, last=False)
-    weights = [(rule.parameter, shard_shape(rule, shape, layout.tensor_parallel_size)) for rule in one]
     return sum(
         c.kept_per_weight(name, number, shape.num_layers) * math.prod(size)
-        for c in options.converters for number in numbers for name, size in weights if len(size) == 2
+        for c in options.converters for number in numbers
+        for name, size in layer_shards(shape, layout.tensor_parallel_size) if len(size) == 2
     )  # fmt: skip
 
 
@@ -245,7 +232,7 @@ def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> 
     rows = tokens // tp if layout.sequence_parallel else tokens  # between tensor-parallel regions
     query, heads = tokens * shape.num_heads * shape.head_dim // tp, tokens * shape.num_heads // tp
     key = tokens * max(1, shape.num_kv_heads // tp) * shape.head_dim
-    ffn, wide = tokens * shape.ffn_hidden_size // tp, rows * shape.hidden_size
+    wide = rows * shape.hidden_size
     rope = tokens * 4 * e * shape.head_dim  # cosines and sines, for queries and for keys
     linear_input = 1 if work.fp8 else e
     norm = wide * (e + linear_input) + 4 * rows
@@ -256,7 +243,7 @@ def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> 
     # attention and the projection after it share the result of attention, unless FP8 makes a copy
     core = e * (query + 2 * key) + e * query + 4 * heads
     attention = norm + qk_norm + rope + (query if work.fp8 else 0)
-    mlp, final = norm + ffn * (2 * e + linear_input), wide * e + 4 * rows
+    mlp, final = norm + shape.mlp.activation_bytes(tokens, tp, e, linear_input), wide * e + 4 * rows
     return LayerActivations(wide * e, attention, core, kept, mlp, final)
 
 

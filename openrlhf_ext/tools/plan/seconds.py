@@ -331,8 +331,8 @@ class Clock:
         of a forward pass."""
         shape, megatron = model.shape, model.megatron
         flops, layers = model.work.forward(shape), shape.num_layers
-        mlp = 3 * shape.hidden_size * shape.ffn_hidden_size
-        of_mlp = mlp / (mlp + 2 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads))
+        mlp = shape.mlp.token_weights
+        of_mlp = mlp / (mlp + shape.attention_weights)
         share = of_mlp if model.recipe and model.config.fp8.modules == "mlp" else 1.0
         linear = self._products(share * flops.layers, model.recipe) + self._products((1 - share) * flops.layers)
         attention = flops.attention / (self.gpu.tflops * 1e12 * self.assumed.attention)
@@ -367,9 +367,8 @@ class Clock:
     def _update(self, model: TrainedModel) -> float:
         """Gradients reduced, parameters gathered, the optimizer's states read and written."""
         layout, states = model.layout, model.fullest
-        replicas = layout.data_parallel_size * layout.context_parallel_size
         near = layout.world_size <= model.near_ranks
-        moved = states.parameters * (_FP32 + _BF16) * (replicas - 1) / replicas
+        moved = states.parameters * (_FP32 + _BF16) * (layout.copies - 1) / layout.copies
         touched = 2 * states.optimizer + states.gradients
         return moved / self._rate(self.gpu.near if near else self.gpu.far) + touched / self._rate(self.gpu.hbm)
 
@@ -398,7 +397,7 @@ class Clock:
         away = 0.0 if one_node else 1 - 1 / nodes if shared else 1.0
         received = size / engines.tensor_parallel_size
         held = policy.fullest.parameters * param_bytes(policy.megatron) * engines.count
-        sent = held / (layout.data_parallel_size * layout.context_parallel_size)
+        sent = held / layout.copies
         slices = max(
             *((part * share / self._rate(rate), f"{what}{where}")
               for part, what in ((received, "what a worker receives"), (sent, "what the fullest rank sends"))

@@ -170,14 +170,15 @@ class TELinear(torch.nn.Linear):
 def decoder(layer: torch.nn.Module) -> torch.nn.Module:
     made = torch.nn.Module()
     made.layers = torch.nn.ModuleList([torch.nn.Module()])
-    made.layers[0].linear_fc1 = layer
+    made.layers[0].mlp, made.layers[0].self_attention = torch.nn.Module(), torch.nn.Module()
+    made.layers[0].mlp.linear_fc1 = layer
     return made
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe(scales="pow2"), Recipe("current", "hybrid")])
 def test_the_codes_of_a_weight_are_read_back(recipe):
     prove(decoder(TELinear(recipe)), recipe, 0, 1)
-    with pytest.raises(FP8Unavailable, match=r"layers\.0\.linear_fc1: 100\.0% of its weight's FP8 codes are not"):
+    with pytest.raises(FP8Unavailable, match=r"layers\.0\.mlp\.linear_fc1: 100\.0% of its weight's FP8 codes are not"):
         prove(decoder(TELinear(recipe, spoiled=True)), recipe, 0, 1)
 
 
@@ -216,8 +217,8 @@ def test_attention_outside_of_fp8_is_called_without_it_and_proven(monkeypatch):
     )
     FP8Layers(recipe).convert(layer, 0, 1)
     made = decoder(layer.submodules.mlp.submodules.linear_fc1(recipe))
-    made.layers[0].linear_qkv = layer.submodules.self_attention.submodules.linear_qkv(recipe)
-    for linear in (made.layers[0].linear_fc1, made.layers[0].linear_qkv):
+    made.layers[0].self_attention.linear_qkv = layer.submodules.self_attention.submodules.linear_qkv(recipe)
+    for linear in (made.layers[0].mlp.linear_fc1, made.layers[0].self_attention.linear_qkv):
         linear(torch.zeros(1, 128, dtype=torch.bfloat16))
     prove(made, recipe, 0, 1)
     with pytest.raises(FP8Unavailable, match="linear_qkv is a Theirs, which does not compute in FP8"):

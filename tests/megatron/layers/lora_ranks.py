@@ -160,7 +160,7 @@ def _values(policy: MegatronPolicy, mine, shaped, case: dict, root: Path) -> dic
     if not case.get("distributed_optimizer") and "load" not in case:
         policy.accumulate_gradients(mine, shaped, shaped)
         out["grads"] = {n: t.clone() for n, t in policy.trained.exporter(lambda p: p.main_grad)}
-        squares, present = gradient_squares(policy.models)
+        squares, present = gradient_squares(policy.models, policy.settings.layout.copy(dist.get_rank()))
         out["squares"] = float(squares.sum())
     out["steps"] = []
     for number in range(case.get("steps", 2)):
