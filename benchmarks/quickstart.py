@@ -85,7 +85,7 @@ def text() -> str:
     seconds = {name: spread["median"] for name, spread in metrics["seconds_per_step"].items()}
     return record.wrapped(
         f"On {found['cores']} CPU cores "
-        "([benchmarks/results/quickstart_cpu.json](benchmarks/results/quickstart_cpu.json)): "
+        "([benchmarks/results/quickstart_cpu.json](../benchmarks/results/quickstart_cpu.json)): "
         f"accuracy on {before['prompts']} held-out problems, {before['samples_per_prompt']} samples each at "
         f"temperature 1, went from **{100 * before['accuracy']:.1f} % to {100 * after['accuracy']:.1f} %** (standard "
         f"error {100 * before['standard_error']:.1f} and {100 * after['standard_error']:.1f}) in {steps} steps of "

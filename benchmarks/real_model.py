@@ -289,7 +289,8 @@ def text() -> str:
     script = found["script"]
     before, after = script["before"], script["after"]
     return record.wrapped(
-        f"On {found['cores']} CPU cores ([benchmarks/results/{RESULT.name}](benchmarks/results/{RESULT.name})): from "
+        f"On {found['cores']} CPU cores "
+        f"([benchmarks/results/{RESULT.name}](../benchmarks/results/{RESULT.name})): from "
         f"**{100 * before['accuracy']:.1f} % to {100 * after['accuracy']:.1f} %** of {before['prompts']} held-out "
         f"problems, {before['samples_per_prompt']} samples each at temperature 1 (95 % intervals "
         f"{_interval(before)} and {_interval(after)}), in {script['steps']} steps of 64 samples; the whole script took "
