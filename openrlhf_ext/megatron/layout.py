@@ -126,11 +126,11 @@ class ParallelLayout:
 
     @property
     def copies(self) -> int:
-        """Ranks that hold the same share of the model."""
+        """How many ranks hold each share of the model."""
         return self.context_parallel_size * self.data_parallel_size
 
     def copy(self, rank: int) -> int:
-        """Which of the copies of its share a rank holds, counted by ascending ranks."""
+        """Number of a rank among those that hold its share, in the order of ranks."""
         place = self.place(rank)
         return place.replica * self.context_parallel_size + place.context
 

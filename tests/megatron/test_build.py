@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 
 from openrlhf_ext.megatron.distributed import fake_rank
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.mlps.dense import DenseMLP
 from openrlhf_ext.megatron.model import build
 from openrlhf_ext.megatron.model.build import packed_sequences, transformer_config
 from openrlhf_ext.megatron.model.shape import read_model_shape
@@ -56,6 +57,20 @@ def test_transformer_engine_takes_bf16_only(shape, with_transformer_engine, capl
     assert sequences.cu_seqlens_q is (part.boundaries if chosen else None), "the other one gets the tokens' angles"
     expected = "TransformerEngine's" if chosen else "no attention over packed sequences in torch.float32"
     assert expected in caplog.text
+
+
+def test_a_mlp_that_transformer_engine_s_layers_do_not_have_is_refused(shape, with_transformer_engine):
+    class Other(DenseMLP):
+        @staticmethod
+        def submodules(norm_linear, row_linear):
+            return DenseMLP.submodules(norm_linear, row_linear)
+
+    with fake_rank(ParallelLayout(1), 0):
+        config = transformer_config(shape, ParallelLayout(1), torch.bfloat16, Megatron())
+        with pytest.raises(ValueError, match="have a dense MLP, not Other: megatron.param_dtype fp32"):
+            build._spec(config, Other, None)
+        config = transformer_config(shape, ParallelLayout(1), torch.float32, Megatron())
+        assert build._spec(config, Other, None).layer_specs[0] != "TE layers"
 
 
 def test_without_transformer_engine_the_log_says_so(shape, with_transformer_engine, monkeypatch, caplog):

@@ -65,8 +65,8 @@ class LayerConverter:
 
 
 def linears(layer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path in the layer, what holds it) of every linear of a layer's spec, in attention and in any kind of MLP, by
-    Megatron's names of linears (``is_linear``)."""
+    """(path in the layer, submodules that have it) of every linear of a layer's spec, in attention and in any kind of
+    MLP."""
     for name, module in vars(layer.submodules).items():
         if is_linear(name):
             yield path + name, layer.submodules
@@ -75,12 +75,12 @@ def linears(layer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def is_linear(path: str) -> bool:
-    """Of a module by its path."""
+    """Whether a module is a linear: Megatron's names of linears begin with ``linear_``."""
     return path.rpartition(".")[2].startswith("linear_")
 
 
 def is_of_mlp(path: str) -> bool:
-    """Of a module or parameter, in a layer or in a model."""
+    """Whether a module or parameter belongs to an MLP."""
     return "mlp" in path.split(".")
 
 

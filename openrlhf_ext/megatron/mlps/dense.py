@@ -1,7 +1,7 @@
 """The MLP of a dense layer: gate and up in one product behind the norm, SiLU of the gate times up, then down.
 
-What it answers is what the rest of the package asks of any kind. A kind needs neither torch nor Megatron before it is
-built: configuration and driver ask it too.
+The rest of the package asks every kind the same questions. Configuration and driver ask too, so a kind imports neither
+torch nor Megatron before a model is built.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DenseMLP:
-    """Fields are those of ``ModelShape`` with the same names."""
+    """Its fields have the names and values of ``ModelShape``'s."""
 
     hidden_size: int
     ffn_hidden_size: int
 
-    # field of ``ModelShape`` -> its entry of config.json, and the largest that is read
+    # field of ``ModelShape`` -> its entry of config.json, and the largest value accepted
     entries: ClassVar[dict[str, tuple[str, int]]] = {"ffn_hidden_size": ("intermediate_size", 2**20)}
     # how Megatron cuts each parameter, its rows and columns (see ``Rule``), in the order in which it builds them
     parameters: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -38,27 +38,28 @@ class DenseMLP:
 
     @staticmethod
     def problems(config: Mapping[str, Any]) -> Iterator[str]:
-        """What of a ``config.json`` (``Family.usual``) is not built."""
+        """Settings of a ``config.json`` (``Family.usual``) that this kind cannot build, one text for each."""
         if config["hidden_act"] != "silu":
             yield f"hidden_act must be 'silu', got {config['hidden_act']!r}"
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of the dimensions that ``parameters`` name besides the model's own."""
+        """Entries of each dimension that only this kind has, by its name in ``parameters``."""
         return {"ffn": self.ffn_hidden_size}
 
     @property
     def divided(self) -> dict[str, int]:
-        """What tensor parallelism divides, by its name in messages."""
+        """Widths that the tensor-parallel size must divide, by their names in messages."""
         return {"MLP width": self.ffn_hidden_size}
 
     @property
     def token_weights(self) -> int:
-        """Weights that a token is multiplied with."""
+        """Number of weights that each token is multiplied by."""
         return 3 * self.hidden_size * self.ffn_hidden_size
 
     def activation_bytes(self, tokens: int, tensor_parallel_size: int, entry: int, linear_input: int) -> int:
-        """What autograd keeps behind the norm, of entries of so many bytes; ``linear_input``: those of down's input."""
+        """Bytes that autograd keeps after the norm; ``entry``: bytes of an entry, ``linear_input``: of an entry of the
+        down projection's input."""
         return tokens * self.ffn_hidden_size // tensor_parallel_size * (2 * entry + linear_input)
 
     def megatron_arguments(self) -> dict[str, Any]:
@@ -69,7 +70,7 @@ class DenseMLP:
 
     @staticmethod
     def submodules(norm_linear: type, row_linear: type) -> dict[str, ModuleSpec | type]:
-        """What a layer's spec has of it; ``norm_linear``: column-parallel, behind its own norm."""
+        """The MLP's part of a layer's spec; ``norm_linear``: a column-parallel linear with a norm before it."""
         from megatron.core.transformer.identity_op import IdentityOp
         from megatron.core.transformer.mlp import MLP, MLPSubmodules
         from megatron.core.transformer.spec_utils import ModuleSpec

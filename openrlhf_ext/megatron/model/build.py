@@ -192,6 +192,10 @@ def _spec(
     if uses_transformer_engine(config.params_dtype, converters):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
+        if mlp.submodules is not DenseMLP.submodules:  # Megatron's spec would build a dense MLP in its place
+            why = f"TransformerEngine's layers have a dense MLP, not {mlp.__name__}: megatron.param_dtype fp32"
+            raise ValueError(f"{why} gives plain layers, which have it")
+
         def theirs(config: TransformerConfig, _: type[DenseMLP]) -> ModuleSpec:
             return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
 

@@ -57,13 +57,13 @@ class ModelShape:
 
     @cached_property
     def mlp(self) -> DenseMLP:
-        """Of a layer."""
+        """The MLP of each layer."""
         kind = self.family.mlp
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """What the dimensions of ``Rule`` count."""
+        """Entries of each dimension that a ``Rule`` names."""
         return {
             "one": 1, "hidden": self.hidden_size, "vocab": self.vocab_size, "head": self.head_dim,
             "queries": self.num_heads * self.head_dim, "keys": self.num_kv_heads * self.head_dim,
@@ -72,7 +72,7 @@ class ModelShape:
 
     @property
     def attention_weights(self) -> int:
-        """Weights of a layer's attention that a token is multiplied with."""
+        """Number of weights of a layer's attention that each token is multiplied by."""
         return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
 
     @property

@@ -87,8 +87,9 @@ def stage_rules(shape: ModelShape, layers: range, first: bool, last: bool) -> li
 
 
 class Held(NamedTuple):
-    """A parameter of a stage's model chunk, by its rule: every tensor-parallel rank has a shard, every copy the same.
-    ``gives``: no other stage exports it."""
+    """A parameter of a stage's model chunk: each tensor-parallel rank of the stage holds a shard of it, and all copies
+    hold the same shards. ``gives``: this stage exports it (tied embeddings are on two stages, and the first one exports
+    them)."""
 
     rule: Rule
     stage: int
@@ -97,7 +98,7 @@ class Held(NamedTuple):
 
 
 def parameters(shape: ModelShape, layout: ParallelLayout) -> Iterator[Held]:
-    """Of the whole model, in HF order, and who holds each."""
+    """All parameters of the model in HF order, each with the stage and chunk that hold it."""
     for (stage, chunk), layers in layout.chunk_layers(shape.num_layers).items():
         first, last = layers.start == 0, layers.stop == shape.num_layers
         for rule in stage_rules(shape, layers, first, last):
