@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Generator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +20,7 @@ from typing import Any
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are of CPU code, also where there are GPUs: tests/gpu is for those
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in every job: one kind of server of tests/forks less
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -21,6 +28,13 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("WANDB_MODE", "disabled")
 # Ray ends a process that it has started and that is not there after so long; a loaded machine may need longer than 60 s
 os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")
+# most of a small job's start is imports: Ray's workers are forked (tests/forks)
+_FORKS = "OPENRLHF_EXT_TESTS_FORKS"
+if _FORKS not in os.environ:  # this process starts the others of a run
+    os.environ[_FORKS] = tempfile.mkdtemp(prefix=f"forks-{os.getpid()}-")
+    atexit.register(shutil.rmtree, os.environ[_FORKS])
+    _paths = [str(Path(__file__).with_name("forks")), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -34,6 +48,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # the same examples in every run, and no failure because the machine was busy for a moment
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def servers_of_workers() -> None:
+    """Starts those that Ray's workers of earlier tests have asked for."""
+    folder = Path(os.environ[_FORKS])
+    for wanted in folder.glob("*.wanted"):
+        with suppress(FileNotFoundError):  # another process of pytest's was faster
+            started = wanted.rename(wanted.with_suffix(".started"))
+            command = [sys.executable, Path(__file__).with_name("forks") / "server.py", started.with_suffix("")]
+            with started.with_suffix(".log").open("w") as log:
+                environment = json.loads(started.read_text())
+                tests = folder.name.split("-")[1]
+                subprocess.Popen([*command, tests], stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
 @pytest.fixture(autouse=True)

@@ -109,7 +109,7 @@ class Job:
     def look(self) -> None:
         """Keeps hold of every process of the job."""
         with suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self.process.pid).children(recursive=True):
+            for process in children(psutil.Process(self.process.pid)):
                 self.seen.setdefault(process.pid, process)
 
     def named(self, name: str) -> list[psutil.Process]:
@@ -152,6 +152,17 @@ class Job:
                 process.kill()
         self.process.kill()
         self.process.wait(PATIENCE_S)
+
+
+def children(process: psutil.Process) -> list[psutil.Process]:
+    """Its children and theirs, also the workers that were forked for it (tests/forks)."""
+    found = process.children(recursive=True)
+    for child in list(found):
+        worker = Path(os.environ["OPENRLHF_EXT_TESTS_FORKS"], f"{child.pid}.worker")
+        with suppress(FileNotFoundError, psutil.NoSuchProcess):
+            forked = psutil.Process(int(worker.read_text()))
+            found += [forked, *forked.children(recursive=True)]
+    return found
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -290,8 +290,10 @@ def ended_by(task: Task, name: str, ranks: int, number: int) -> tuple[int, str]:
     return process.returncode, said
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("ranks", "number", "status"),
+    [(1, signal.SIGTERM, 143), (2, signal.SIGTERM, 143), (1, signal.SIGHUP, 129), (2, signal.SIGINT, 130)],
+)
 def test_a_signal_ends_all_ranks_with_its_status_an_event_and_a_line_how_to_go_on(task, ranks, number, status):
     name, saves = f"{number.name}{ranks}", number != signal.SIGINT
     code, said = ended_by(task, name, ranks, number)
@@ -319,7 +321,9 @@ def test_a_rank_that_is_killed_ends_the_others_with_status_1(task):
     words = task.words("lost", **{"model.num_gpus_per_node": 2, "train.max_epochs": 4000})
     command = [sys.executable, "-m", "openrlhf_ext.cli.train_sft", *words]
     metrics = task.folder / "lost/metrics.jsonl"
-    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE) as process:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    del environment["OPENRLHF_EXT_TESTS_FORKS"]  # the ranks are to be its children
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:
         until(lambda: process.poll() is not None or (metrics.exists() and "loss/sft" in metrics.read_text()), "a step")
         psutil.Process(process.pid).children()[1].kill()
         said = process.communicate(timeout=PATIENCE_S)[1].decode()
