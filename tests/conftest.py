@@ -57,11 +57,13 @@ def servers_of_workers() -> None:
     for wanted in folder.glob("*.wanted"):
         with suppress(FileNotFoundError):  # another process of pytest's was faster
             started = wanted.rename(wanted.with_suffix(".started"))
-            command = [sys.executable, Path(__file__).with_name("forks") / "server.py", started.with_suffix("")]
+            asked = json.loads(started.read_text())
+            if asked["network"] != os.readlink("/proc/self/ns/net"):
+                continue
+            program, tests = Path(__file__).with_name("forks") / "server.py", folder.name.split("-")[1]
+            command = [sys.executable, str(program), str(started.with_suffix("")), tests]
             with started.with_suffix(".log").open("w") as log:
-                environment = json.loads(started.read_text())
-                tests = folder.name.split("-")[1]
-                subprocess.Popen([*command, tests], stdout=log, stderr=log, env=environment, start_new_session=True)
+                subprocess.Popen(command, stdout=log, stderr=log, env=asked["environ"], start_new_session=True)
 
 
 @pytest.fixture(autouse=True)

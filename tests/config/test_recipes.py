@@ -51,9 +51,13 @@ def test_recipes_hold_once_model_data_and_reward_are_given(load_recipe, recipe: 
     assert found.warnings == ()
 
 
+# a search takes seconds, and differs by the model
+PLANNED = {yaml.safe_load(recipe.read_text())["actor.model_name_or_path"]: recipe for recipe in PUBLISHED}
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_dry_run_and_planned_without_a_path(run_dir: Path, recipe: Path, capsys):
-    """Its model's shape is that of configs/models; only the toy policy is made first."""
+    """Its model's shape is that of configs/models; only the toy policy is made first. One of each model is planned."""
     (run_dir / "model/model.safetensors").unlink()
     toy = ["--actor.model_name_or_path", "model"] if recipe.stem == "smoke_cpu" else []
     if "\neval." in recipe.read_text():
@@ -66,7 +70,8 @@ def test_a_recipe_is_dry_run_and_planned_without_a_path(run_dir: Path, recipe: P
     assert others[-1] == first, "the verdict stands at the end too"
     screen = others[: others.index("the configuration as it was resolved:")]
     assert any(line.startswith("memory of the fullest GPU") for line in screen[:3]) and len(screen) <= 50
-    assert plan.main(["--config", str(recipe), *toy]) == 0
+    if recipe in PLANNED.values() or recipe not in PUBLISHED:
+        assert plan.main(["--config", str(recipe), *toy]) == 0
 
 
 def test_a_dry_run_says_what_does_not_fit(capsys):

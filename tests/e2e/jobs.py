@@ -155,13 +155,13 @@ class Job:
 
 
 def children(process: psutil.Process) -> list[psutil.Process]:
-    """Its children and theirs, also the workers that were forked for it (tests/forks)."""
+    """Its children and theirs, also the workers that were forked for one of them (tests/forks)."""
     found = process.children(recursive=True)
-    for child in list(found):
-        worker = Path(os.environ["OPENRLHF_EXT_TESTS_FORKS"], f"{child.pid}.worker")
+    for parent in list(found):
+        forked = Path(os.environ["OPENRLHF_EXT_TESTS_FORKS"], f"{parent.pid}.forked")
         with suppress(FileNotFoundError, psutil.NoSuchProcess):
-            forked = psutil.Process(int(worker.read_text()))
-            found += [forked, *forked.children(recursive=True)]
+            other = psutil.Process(int(forked.read_text()))
+            found += [other, *children(other)]
     return found
 
 

@@ -18,7 +18,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 from typing import Any
 
 _IMPORTS = (
@@ -60,7 +59,7 @@ def serve(address: str, tests: int) -> None:
                 return
             if descriptor == listener.fileno():
                 connection, _ = listener.accept()
-                if (pid := fork(address, connection, listener)) is None:
+                if (pid := fork(address, connection)) is None:
                     continue
                 end = os.pidfd_open(pid)
                 ends[end] = ends[connection.fileno()] = (pid, connection)
@@ -83,7 +82,7 @@ def serve(address: str, tests: int) -> None:
             connection.close()
 
 
-def fork(address: str, connection: socket.socket, listener: socket.socket) -> int | None:
+def fork(address: str, connection: socket.socket) -> int | None:
     """The worker's pid; None if its stand-in died before it asked."""
     message, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     if not message:
@@ -92,19 +91,17 @@ def fork(address: str, connection: socket.socket, listener: socket.socket) -> in
     worker = json.loads(message)
     pid = os.fork()
     if pid == 0:
-        listener.close()
-        connection.close()
         code = 1
         try:
             code = run(worker, streams)
         finally:
             os._exit(code)
-    with open(f"{os.path.dirname(address)}/{worker['parent']}.worker", "w") as file:
+    note = f"{os.path.dirname(address)}/{worker['parent']}.forked"  # for tests.e2e.jobs
+    with open(note + ".new", "w") as file:
         file.write(str(pid))
+    os.rename(note + ".new", note)
     for stream in streams:
         os.close(stream)
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        connection.send(str(pid).encode())
     return pid
 
 
@@ -119,32 +116,21 @@ def run(worker: dict[str, Any], streams: list[int]) -> int:
     signal.pthread_sigmask(signal.SIG_SETMASK, worker["blocked"])
     resource.setrlimit(resource.RLIMIT_NOFILE, worker["files"])
     random.seed()
-    for number in worker["ignored"]:
-        signal.signal(number, signal.SIG_IGN)
     sys.argv = worker["argv"]
     sys.orig_argv[1:] = sys.argv
+    sys.path[0] = os.path.dirname(sys.argv[0])
     code: Any = 0
     try:
-        if sys.argv[0] == "-m":
-            del sys.argv[0]
-            sys.path[0] = os.getcwd()
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = os.path.dirname(sys.argv[0])
-            runpy.run_path(sys.argv[0], run_name="__main__")
+        runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as error:
         code = error.code or 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
-    if not isinstance(code, int):
-        print(code, file=sys.stderr)
-        code = 1
-    threading._shutdown()  # waits for threads, as the interpreter does at its end
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    return code
+    return code if isinstance(code, int) else 1
 
 
 if __name__ == "__main__":

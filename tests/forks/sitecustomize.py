@@ -18,13 +18,13 @@ import sys
 
 # Libraries read these when they are imported: a worker is forked from a process that had the same.
 _READ = ("HF_", "KMP_", "MKL_", "OMP_", "PYTHON", "TOKENIZERS_", "TORCHDYNAMO_", "TORCH_", "TRANSFORMERS_")
-_HANDED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def stand_in(folder: str) -> None:
     """Returns if there is no server; otherwise ends this process when the worker has ended."""
     read = {key: value for key, value in os.environ.items() if key.startswith(_READ)}
-    facts = json.dumps([sys.executable, sorted(read.items())])
+    network = os.readlink("/proc/self/ns/net")  # a worker of a test's own network cannot be forked outside of it
+    facts = json.dumps([sys.executable, network, sorted(read.items())])
     address = os.path.join(folder, hashlib.sha256(facts.encode()).hexdigest()[:16])
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -33,33 +33,20 @@ def stand_in(folder: str) -> None:
         connection.close()
         if not os.path.exists(address + ".started"):
             with open(f"{address}.{os.getpid()}", "w") as file:
-                json.dump(read, file)
+                json.dump({"environ": read, "network": network}, file)
             os.replace(file.name, address + ".wanted")
         return
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until somebody can hand them on
-    forked = {
-        "argv": sys.orig_argv[1:], "environ": dict(os.environ), "cwd": os.getcwd(), "blocked": sorted(blocked),
-        "ignored": [number for number in _HANDED_ON if signal.getsignal(number) is signal.SIG_IGN],
-        "files": resource.getrlimit(resource.RLIMIT_NOFILE), "parent": os.getpid(),
+    worker = {
+        "argv": sys.orig_argv[1:], "environ": dict(os.environ), "cwd": os.getcwd(), "parent": os.getpid(),
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE),
     }  # fmt: skip
     streams = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
-    connection.sendmsg([json.dumps(forked).encode()], streams)
-    if pid := connection.recv(16):
-        for number in _HANDED_ON:
-            signal.signal(number, lambda received, _: os.kill(int(pid), received))
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    status = connection.recv(16) if pid else b""  # b"" if the server has died, and what it forked with it
-    code = os.waitstatus_to_exitcode(int(status)) if status else 1
-    if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
+    connection.sendmsg([json.dumps(worker).encode()], streams)
+    status = connection.recv(16)  # b"" if the server has died, and its workers with it
+    os._exit(os.waitstatus_to_exitcode(int(status)) & 0xFF if status else 1)
 
 
-_program, _module, *_ = *sys.orig_argv[1:3], "", ""
-if "OPENRLHF_EXT_TESTS_FORKS" in os.environ and (
-    _program.endswith("/ray/_private/workers/default_worker.py")
-    # a rank that train_sft has started asks the kernel whether it is its parent
-    or _program == "-m" and _module.startswith(("openrlhf_ext.", "tests.")) and "OPENRLHF_EXT_LAUNCHER" not in os.environ
-):
-    stand_in(os.environ["OPENRLHF_EXT_TESTS_FORKS"])
+if "OPENRLHF_EXT_TESTS_FORKS" in os.environ and sys.orig_argv[1:]:
+    if sys.orig_argv[1].endswith("/ray/_private/workers/default_worker.py"):
+        stand_in(os.environ["OPENRLHF_EXT_TESTS_FORKS"])

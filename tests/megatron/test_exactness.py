@@ -10,9 +10,11 @@ from tests.models import make_tiny_model
 
 TOLERANCE = 1e-5
 
-# every other algorithm, where two layouts are one row of the table in docs/layouts.md: each algorithm is in one of them
+# every other algorithm, where two layouts cut along the same dimensions: each algorithm is in one of them
 FIRST = (*tuple(algorithms())[::2], SUPERVISED, f"{OWN[0]}, of the update")
 SECOND = (*tuple(algorithms())[1::2], SUPERVISED, f"{OWN[1]}, of the update")
+# one whose loss the head makes token by token, one that needs whole sequences
+FEW = ("grpo with KL", "gspo", SUPERVISED)
 # (model, layout) by number of ranks; what is left of the ranks is data-parallel. "tied": tied embeddings, 2 key-value
 # heads, a vocabulary that 2 and 4 do not divide; "untied": query and key norms, the same otherwise. As few
 # micro-batches as show that there are several, three or four where stages have to reach their steady state: on two
@@ -25,20 +27,21 @@ LAYOUTS = {
     4: [
         ("untied", {"micro_batch_size": 1, "algorithms": FIRST}),
         ("untied", {"micro_batch_size": 7, "lopsided": True, "algorithms": SECOND}),
-        ("untied", {"tp": 2, "max_tokens": 40}), ("untied", {"tp": 4, "sp": True, "max_tokens": 70}),
+        ("untied", {"tp": 2, "max_tokens": 40, "algorithms": FIRST}),
+        ("untied", {"tp": 4, "sp": True, "max_tokens": 70, "algorithms": SECOND}),
         ("tied", {"tp": 2, "pp": 2, "ends": (1, 3), "sp": True, "max_tokens": 45, "algorithms": FIRST}),
         ("untied", {"tp": 2, "pp": 2, "head": "two_pass", "micro_batch_size": 4, "algorithms": SECOND}),
-        ("tied", {"pp": 2, "vp": 2, "max_tokens": 40, "lopsided": True}),
+        ("tied", {"pp": 2, "vp": 2, "max_tokens": 40, "lopsided": True, "algorithms": SECOND}),
         ("untied", {"pp": 2, "micro_batch_size": 3, "algorithms": FIRST}),
         ("tied", {"pp": 2, "ends": (None, 1), "max_tokens": 25, "algorithms": SECOND}),
         ("untied", {"tp": 2, "cp": 2, "sp": True, "max_tokens": 35, "algorithms": FIRST}),
         ("tied", {"tp": 2, "cp": 2, "head": "two_pass", "micro_batch_size": 6, "algorithms": SECOND}),
-        ("tied", {"pp": 2, "vp": 2, "cp": 2, "max_tokens": 60}), ("untied", {"cp": 2, "max_tokens": 20}),
-        ("untied", {"cp": 4, "micro_batch_size": 6}), ("tied", {"pp": 4, "max_tokens": 34}),
+        ("tied", {"pp": 2, "vp": 2, "cp": 2, "max_tokens": 60, "algorithms": FIRST}),
+        ("untied", {"cp": 2, "max_tokens": 20, "algorithms": FIRST}),
+        ("untied", {"cp": 4, "micro_batch_size": 6, "algorithms": SECOND}),
+        ("tied", {"pp": 4, "max_tokens": 34, "algorithms": FEW}),
     ],
-    # eight processes take long: one algorithm whose loss the head makes token by token, one that needs whole sequences
-    8: [("tied", {"tp": 2, "pp": 2, "cp": 2, "sp": True, "max_tokens": 20,
-                  "algorithms": ("grpo with KL", "gspo", SUPERVISED)})],
+    8: [("tied", {"tp": 2, "pp": 2, "cp": 2, "sp": True, "max_tokens": 20, "algorithms": FEW})],
 }  # fmt: skip
 
 

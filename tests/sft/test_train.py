@@ -321,9 +321,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_status_1(task):
     words = task.words("lost", **{"model.num_gpus_per_node": 2, "train.max_epochs": 4000})
     command = [sys.executable, "-m", "openrlhf_ext.cli.train_sft", *words]
     metrics = task.folder / "lost/metrics.jsonl"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    del environment["OPENRLHF_EXT_TESTS_FORKS"]  # the ranks are to be its children
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE) as process:
         until(lambda: process.poll() is not None or (metrics.exists() and "loss/sft" in metrics.read_text()), "a step")
         psutil.Process(process.pid).children()[1].kill()
         said = process.communicate(timeout=PATIENCE_S)[1].decode()
