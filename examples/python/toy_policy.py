@@ -1,14 +1,14 @@
-"""A language model of a million parameters that half knows arithmetic: the policy that the quickstart trains.
+"""A language model of a million parameters that is careless in arithmetic: the policy that the quickstart trains.
 
-Reinforcement learning needs a policy that is sometimes right. This script makes one from nothing in two minutes:
+Reinforcement learning needs a policy that is sometimes right. This script makes one from nothing in a minute or two:
 
 1. a Qwen2 architecture (4 layers, width 128, head size 32, fp32) and a byte-level tokenizer without merges: every text
    has tokens, every digit is one token, and so are ``<reasoning> </reasoning> <answer> </answer>``;
 2. a warm start by ``openrlhf_ext.cli.train_sft`` in two runs on problems of the train split (toy_task.py): first
-   correct solutions, until the model knows most of its arithmetic, then the homework of a careless teacher, who gets
-   every third step wrong and goes on from there. The model copies the carelessness, not only the knowledge: its most
-   likely step is mostly right, a sampled one often not. Sampled accuracy (temperature 1) ends within 25-45 %. What the
-   teachers write besides is the family (``FAMILIES``): direct answers, damaged tags;
+   a careful teacher's solutions, until the model knows its arithmetic, then the homework of a careless teacher, who
+   gets two steps in five wrong. Both go on from what they wrote. The model copies the carelessness, not only the
+   knowledge: its most likely step is right, a sampled one often not. Sampled accuracy (temperature 1) ends within
+   25-45 %. What the teachers write besides is the family (``FAMILIES``): direct answers, damaged tags;
 3. an ordinary Hugging Face checkpoint, which plain transformers and vLLM load.
 
 What reinforcement learning then has to find out is which of its own habits pay. The checkpoint is cached by a hash of
@@ -54,7 +54,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.content }}{% if message.role == 'assistant' %}<|im_end|>{% endif %}"
     "{% endfor %}"
 )
-SLIPS = (-10, -1, 1, 10)
 FILLERS = ("", "hm ", "so ", "well ", "let me see ", "step by step ")
 MAX_NEW_TOKENS = 48  # the longest correct completion has 33
 MARKER = "toy_policy.json"
@@ -73,14 +72,17 @@ class PolicySettings:
     kv_heads: int = 2
     max_positions: int = 2048  # room for real questions, a token a byte
     initializer_range: float = 0.05
-    knowledge_steps: int = 1440
-    knowledge_passes: int = 3  # over the correct teacher's completions, where the steps can be divided by it
-    careless_steps: int = 100
-    slip_rate: float = 0.345  # of the careless teacher, per step of a solution
+    largest_value: int = 9  # of a problem
+    knowledge_steps: int = 900
+    knowledge_passes: int = 1  # over the careful teacher's completions, where the steps can be divided by it
+    knowledge_slip_rate: float = 0.1  # of the careful teacher, per step of a solution
+    careless_steps: int = 120
+    slip_rate: float = 0.4  # the same of the careless teacher
+    slips: tuple[int, ...] = (-1, 1)  # what a wrong step adds to the right result
     batch_size: int = 16
     lr: float = 3e-3
     careless_lr: float = 5e-4
-    direct_knowledge: float = 0.0  # share of answers without steps, of the correct teacher
+    direct_knowledge: float = 0.0  # share of answers without steps, of the careful teacher
     direct_careless: float = 0.0  # the same of the careless one, whose direct answers are right
     damaged: float = 0.0  # share of the careless teacher's completions with one tag missing, or the middle two swapped
     shift: bool = False  # the careless teacher begins some reasoning with filler: steps stand at different places
@@ -91,7 +93,7 @@ class PolicySettings:
         return 1 if self.knowledge_steps % self.knowledge_passes else self.knowledge_passes
 
     @property
-    def correct_completions(self) -> int:
+    def careful_completions(self) -> int:
         return self.knowledge_steps // self.passes * self.batch_size
 
     @property
@@ -99,18 +101,24 @@ class PolicySettings:
         return self.careless_steps * self.batch_size
 
 
+_TWO_DIGITS = {
+    "largest_value": 50, "slips": (-10, -1, 1, 10), "knowledge_passes": 3, "knowledge_slip_rate": 0.0,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
+    # One digit: all facts are known before the warm start ends, so that its end does not depend on a processor's
+    # rounding. A careful teacher who never slips would leave open whether the next step copies the last result or
+    # computes it again, and the careless steps would have to teach that.
     "chain": {},
     # a direct answer is likely and mostly wrong, for the policy cannot compute without steps; steps are rare and mostly
     # right: about 0.5 % of samples, or 2.5 %
-    "fork": {"knowledge_steps": 1800, "careless_steps": 120, "slip_rate": 0.15} | {
+    "fork": _TWO_DIGITS | {"knowledge_steps": 1800, "careless_steps": 120, "slip_rate": 0.15} | {
         "direct_knowledge": 0.3, "direct_careless": 0.994,
     },
-    "fork_frequent": {"knowledge_steps": 1800, "careless_steps": 120, "slip_rate": 0.15} | {
+    "fork_frequent": _TWO_DIGITS | {"knowledge_steps": 1800, "careless_steps": 120, "slip_rate": 0.15} | {
         "direct_knowledge": 0.3, "direct_careless": 0.968,
     },
     # the form has to be learnt beside the arithmetic
-    "tags": {"careless_steps": 120, "slip_rate": 0.2, "damaged": 0.3},
+    "tags": _TWO_DIGITS | {"knowledge_steps": 1440, "careless_steps": 120, "slip_rate": 0.2, "damaged": 0.3},
 }  # fmt: skip
 """What the settings of a family of policies are, where they are not the defaults."""
 
@@ -197,7 +205,7 @@ def build_policy(out_dir: Path, settings: PolicySettings | None = None, log: boo
 
 def _teachers(settings: PolicySettings) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Name, completions, and options of the run that learns them."""
-    yield "correct", settings.correct_completions, {
+    yield "careful", settings.careful_completions, {
         "train.max_epochs": settings.passes, "adam.lr": settings.lr, "min_lr_ratio": 0.05,
     }  # fmt: skip
     yield "careless", settings.careless_completions, {
@@ -238,13 +246,15 @@ def _words(value: Any) -> list[str]:
     return list(map(str, value if isinstance(value, tuple) else (value,)))
 
 
-def careless_solution(problem: Problem, rng: random.Random, slip_rate: float) -> Solution:
-    """A solution in which each step's result is wrong with probability ``slip_rate``: by one, or by ten."""
+def careless_solution(
+    problem: Problem, rng: random.Random, slip_rate: float, slips: tuple[int, ...] = PolicySettings.slips
+) -> Solution:
+    """A solution in which each step's result is wrong with probability ``slip_rate``, by one of the ``slips``."""
 
     def write_result(result: int) -> int:
         if rng.random() >= slip_rate:
             return result
-        return result + rng.choice([slip for slip in SLIPS if slip > 0 or result + slip >= 0])
+        return result + rng.choice([slip for slip in slips if slip > 0 or result + slip >= 0])
 
     return problem.solve(write_result)
 
@@ -262,17 +272,22 @@ def damaged(completion: str, rng: random.Random) -> str:
     return completion.replace(TAGS[kind], "", 1)
 
 
+def problems_of(settings: PolicySettings, split: toy_task.Split) -> Iterator[Problem]:
+    """Endless problems of that split."""
+    return toy_task.problem_stream(settings.seed, split, largest_value=settings.largest_value)
+
+
 def _examples(settings: PolicySettings) -> Iterator[tuple[Problem, str]]:
     """The teachers' completions, in training order; never a held-out problem."""
     rng = random.Random(settings.seed)
-    for index, problem in enumerate(toy_task.problem_stream(settings.seed, "train")):
-        teacher = _correct_teacher if index < settings.correct_completions else _careless_teacher
+    for index, problem in enumerate(problems_of(settings, "train")):
+        teacher = _careful_teacher if index < settings.careful_completions else _careless_teacher
         yield problem, teacher(problem, rng, settings)
 
 
-def _correct_teacher(problem: Problem, rng: random.Random, settings: PolicySettings) -> str:
+def _careful_teacher(problem: Problem, rng: random.Random, settings: PolicySettings) -> str:
     # the draw is made in any case: shares of 0 leave the careless teacher's random numbers as they are
-    solution = careless_solution(problem, rng, slip_rate=0.0)
+    solution = careless_solution(problem, rng, settings.knowledge_slip_rate, settings.slips)
     return direct_answer(solution) if _happens(settings.direct_knowledge, rng) else solution.completion
 
 
@@ -280,7 +295,7 @@ def _careless_teacher(problem: Problem, rng: random.Random, settings: PolicySett
     if _happens(settings.direct_careless, rng):
         text = direct_answer(problem.solution)
     else:
-        text = careless_solution(problem, rng, settings.slip_rate).completion
+        text = careless_solution(problem, rng, settings.slip_rate, settings.slips).completion
         if settings.shift:
             text = text.replace("<reasoning>", "<reasoning>" + rng.choice(FILLERS), 1)
     return damaged(text, rng) if _happens(settings.damaged, rng) else text
@@ -352,7 +367,7 @@ def _train_into(folder: Path, settings: PolicySettings, heldout_size: int) -> No
 
     print(f"measuring it on {heldout_size} held-out problems, sampled and greedy", flush=True)
     model, tokenizer = Qwen2ForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    problems = toy_task.distinct_problems(toy_task.problem_stream(settings.seed, "heldout"), heldout_size)
+    problems = toy_task.distinct_problems(problems_of(settings, "heldout"), heldout_size)
     marker = {
         "key": cache_key(settings),
         "settings": asdict(settings),
@@ -406,7 +421,7 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--family", choices=FAMILIES, default="chain", help="what the teachers write (docs/science.md)")
     parser.add_argument("--shift", action="store_true", help="random filler before the steps of the careless teacher")
     parser.add_argument("--seed", type=int, default=PolicySettings.seed, help="of the weights and of the problems")
-    parser.add_argument("--knowledge_steps", type=int, help="of the correct teacher (default: the family's)")
+    parser.add_argument("--knowledge_steps", type=int, help="of the careful teacher (default: the family's)")
     parser.add_argument("--careless_steps", type=int, help="of the careless teacher (default: the family's)")
     parser.add_argument("--slip_rate", type=float, help="share of the careless teacher's wrong steps (default: the "
         "family's)")  # fmt: skip
@@ -435,9 +450,8 @@ def main(argv: list[str] | None = None) -> None:
         f"{marker['heldout_accuracy_greedy']:.1%} greedy ({marker['heldout_problems']} problems)"
     )
     if args.data_dir:
-        paths = toy_task.write_task(
-            args.data_dir, train_size=args.train_size, heldout_size=args.heldout_size, seed=args.seed
-        )
+        sizes = {"train_size": args.train_size, "heldout_size": args.heldout_size}
+        paths = toy_task.write_task(args.data_dir, **sizes, seed=args.seed, largest_value=settings.largest_value)
         for split, path in paths.items():
             print(f"{split} problems: {path}")
 

@@ -36,9 +36,9 @@ evaluate() {
         --reward "$REWARD" --n_samples 2 --max_new_tokens 48 "${@:3}"
 }
 
-say "toy policy: a million parameters, fine-tuned (train_sft) on a correct teacher's answers, then on a careless one's (every
-   third step is wrong, so that its loss stays high): it is right in a third of its answers, and reinforcement learning has
-   something to do"
+say "toy policy: a million parameters, fine-tuned (train_sft) on a careful teacher's answers, then on a careless one's (two
+   steps in five are wrong, so that its loss stays high): it is right in a third of its answers, and reinforcement learning
+   has something to do"
 "$VENV_PYTHON" examples/python/toy_policy.py --output_dir "$OUT/warm_start" --data_dir "$OUT/data"
 
 say "before: the held-out problems with plain transformers. Here, above and in the training's step 0 the same policy is

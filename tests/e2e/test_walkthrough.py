@@ -19,7 +19,7 @@ from tests.patience import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("127.0.0.1", "127.0.0.2")
-# puts an untrained policy where the cache has the one of 1540 steps, which takes two minutes: here it need know nothing
+# puts an untrained policy where the cache has the one of 1020 steps, which takes minutes: here it need know nothing
 NOT_TRAINED = """
 import json, pathlib, sys, toy_policy
 settings = toy_policy.PolicySettings()

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import unicodedata
@@ -93,23 +95,49 @@ def test_default_architecture_suits_tensor_and_pipeline_parallel_ranks() -> None
 
 def test_the_warm_start_is_two_supervised_runs_and_lowers_the_loss(short_policy: Path) -> None:
     losses = json.loads((short_policy / toy_policy.MARKER).read_text())["losses"]
-    assert list(losses) == ["correct", "careless"]
-    assert losses["correct"][1] < 0.6 * losses["correct"][0] and losses["careless"][0] < 0.6 * losses["correct"][0]
+    assert list(losses) == ["careful", "careless"]
+    assert losses["careful"][1] < 0.6 * losses["careful"][0] and losses["careless"][0] < 0.6 * losses["careful"][0]
 
 
 def test_the_careless_teacher_errs_at_the_given_rate_and_goes_on_from_the_error() -> None:
     rng = random.Random(0)
-    wrong = steps = 0
+    errors = []
+    steps = 0
     for problem in islice(toy_task.problem_stream(0, "train"), 2000):
-        solution = toy_policy.careless_solution(problem, rng, 0.3)
+        solution = toy_policy.careless_solution(problem, rng, 0.3, slips=(-10, -1, 1))
         value = problem.first
         for (operator, operand), step in zip(problem.operations, solution.steps, strict=True):
             left, right = step.split("=")
             assert left == f"{value}{operator}{operand}"
-            wrong += int(right) != toy_task.apply(operator, value, operand)
+            if error := int(right) - toy_task.apply(operator, value, operand):
+                errors.append(error)
             value, steps = int(right), steps + 1
         assert solution.answer == value
-    assert wrong / steps == pytest.approx(0.3, abs=0.03)
+    assert len(errors) / steps == pytest.approx(0.3, abs=0.03)
+    assert {*errors} == {-10, -1, 1}
+
+
+def test_the_careful_teacher_of_the_quickstart_errs_seldom_and_that_of_the_studies_never() -> None:
+    for family, share in (("chain", 0.1), ("fork", 0.0), ("tags", 0.0)):
+        settings = toy_policy.family_settings(family)
+        steps = []
+        for _, text in islice(toy_policy._examples(settings), 2000):
+            parts = re.search(r"<reasoning>(.*)</reasoning>", text)[1].split(";")
+            steps += [eval(left) == int(right) for left, right in (part.split("=") for part in parts if part)]
+        assert 1 - sum(steps) / len(steps) == pytest.approx(share, abs=0.02 if share else 0), family
+
+
+# The studies' records (benchmarks/results) name policies of these completions: other ones make other policies.
+@pytest.mark.parametrize(("family", "digest"), [
+    ("fork", "e1be2b17047074f2"), ("fork_frequent", "5ad9f9cbda69b06f"), ("tags", "530121e5c29efef9"),
+])  # fmt: skip
+def test_the_completions_of_the_studies_families_stay_as_they_are(family: str, digest: str) -> None:
+    settings = toy_policy.family_settings(family, shift=True, seed=3)
+    count = settings.careful_completions + settings.careless_completions
+    found = hashlib.sha256()
+    for problem, text in islice(toy_policy._examples(settings), count):
+        found.update(f"{problem.question}{text}".encode())
+    assert found.hexdigest()[:16] == digest
 
 
 def test_a_careless_teacher_without_slips_is_correct() -> None:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-@given(seed=st.integers(0, 10**6), operands=st.integers(2, 4))
-def test_the_label_agrees_with_python(seed: int, operands: int) -> None:
-    problem = toy_task.draw_problem(random.Random(seed), operands)
+@given(seed=st.integers(0, 10**6), operands=st.integers(2, 4), largest_value=st.integers(9, 60))
+def test_the_label_agrees_with_python(seed: int, operands: int, largest_value: int) -> None:
+    problem = toy_task.draw_problem(random.Random(seed), operands, largest_value)
     solution = problem.solution
     assert re.fullmatch(r"[0-9+*()-]+=\?", problem.question)
     assert solution.answer == eval(problem.question.removesuffix("=?"))  # digits, brackets and + - * only
@@ -22,7 +22,7 @@ def test_the_label_agrees_with_python(seed: int, operands: int) -> None:
     for step in solution.steps:
         left, right = step.split("=")
         assert eval(left) == int(right)
-        assert 0 <= int(right) <= toy_task.LARGEST_VALUE
+        assert 0 <= int(right) <= largest_value
 
 
 def test_brackets_stand_only_where_left_to_right_order_needs_them() -> None:
@@ -71,6 +71,16 @@ def test_the_difficulty_mix_is_an_option() -> None:
 def test_a_wrong_difficulty_is_refused(shares: list[str]) -> None:
     with pytest.raises(ValueError, match="difficulty"):
         toy_task.parse_difficulty(shares)
+
+
+def test_the_largest_value_is_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["toy_task.py", "--output_dir", str(tmp_path), "--largest_value", "9", "--train_size", "40"]
+    monkeypatch.setattr("sys.argv", [*words, "--heldout_size", "10"])
+    toy_task.main()
+    answers = re.findall(r"=(\d+)", (tmp_path / "train.jsonl").read_text())
+    assert len(answers) >= 40 and max(map(int, answers)) <= 9
+    with pytest.raises(ValueError, match="largest_value must be at least 9, got 8"):
+        next(toy_task.problem_stream(0, "train", largest_value=8))
 
 
 def test_too_many_problems_of_a_kind_are_refused_with_the_remedy() -> None:

@@ -21,7 +21,7 @@ PROBLEMS, STEPS = 32, 120
 
 def completions(problem: toy_task.Problem, choose: random.Random) -> list[str]:
     """With steps and without, right and wrong: groups of all of their samples equal are rare."""
-    wrong = toy_policy.careless_solution(problem, choose, slip_rate=1.0)
+    wrong = toy_policy.careless_solution(problem, choose, slip_rate=1.0, slips=(-10, -1, 1, 10))
     return [
         write(solution) + toy_policy.EOS
         for solution in (problem.solution, wrong)

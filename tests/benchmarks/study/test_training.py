@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from benchmarks.study.settings import Evaluation, resolve
 from benchmarks.study.training import StudyRun
 
 EXAMPLES = Path(toy_policy.__file__).parent
-TINY = toy_policy.PolicySettings(
+TINY = replace(
+    toy_policy.family_settings("tags"),
     hidden_size=64,
     intermediate_size=64,
     layers=2,
@@ -23,7 +25,7 @@ TINY = toy_policy.PolicySettings(
     kv_heads=1,
     knowledge_steps=60,
     careless_steps=20,
-    damaged=0.3,
+    slip_rate=0.345,
 )
 OPTIONS = {
     "actor.lr_scheduler": "constant_with_warmup",
