@@ -10,7 +10,7 @@ from tests.models import make_tiny_model
 
 TOLERANCE = 1e-5
 
-# every other algorithm, where two layouts cut along the same dimensions: each algorithm is in one of them
+# every other algorithm, where two layouts share the algorithms (docs/layouts.md): each one is in one of them
 FIRST = (*tuple(algorithms())[::2], SUPERVISED, f"{OWN[0]}, of the update")
 SECOND = (*tuple(algorithms())[1::2], SUPERVISED, f"{OWN[1]}, of the update")
 # one whose loss the head makes token by token, one that needs whole sequences
