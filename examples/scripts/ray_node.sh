@@ -48,7 +48,7 @@ keep_token() {
     export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
     [[ $RAY_AUTH_MODE == token ]] || return 0
     if [[ -n ${RAY_AUTH_TOKEN:-} ]]; then
-        secret=$(mktemp -d "${RAY_TMPDIR:-/tmp}/ray_token_XXXXXX")
+        secret=$(mktemp -d "${RAY_TMPDIR:-/tmp}/ray_node_token_XXXXXX")
         RAY_AUTH_TOKEN_PATH=$secret/token
         (umask 077 && printf %s "$RAY_AUTH_TOKEN" >"$RAY_AUTH_TOKEN_PATH")
         unset RAY_AUTH_TOKEN

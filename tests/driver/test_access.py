@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -20,6 +21,8 @@ import torch
 from openrlhf_ext.driver import cluster
 from openrlhf_ext.driver.cluster import RaySession
 from tests.patience import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[2]
 
 JOIN = """
 import ray, sys
@@ -202,15 +205,17 @@ def test_the_token_of_a_run_that_was_killed_is_removed_by_the_next_and_that_of_a
 ):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    for name, old in (("killed", True), ("just_made", False)):
-        (tmp_path / f"ray_token_{name}").mkdir()
-        (tmp_path / f"ray_token_{name}/token").touch()
-        if old:
-            os.utime(tmp_path / f"ray_token_{name}/token", (0, 0))
+    (of_a_node,) = re.findall(r"mktemp -d .*/(\w*token)_X+", (ROOT / "examples/scripts/ray_node.sh").read_text())
+    stays = {"ray_token_just_made", f"{of_a_node}_of_a_cluster"}
+    for name in ("ray_token_killed", *stays):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "token").touch()
+        if name != "ray_token_just_made":
+            os.utime(tmp_path / name / "token", (0, 0))
     with cluster.private_ray(counted_gpus=1):
-        (own,) = {path.name for path in tmp_path.iterdir()} - {"ray_token_just_made"}
+        (own,) = {path.name for path in tmp_path.iterdir()} - stays
         os.utime(tmp_path / own / "token", (0, 0))
         assert (tmp_path / own / "token").stat().st_mode & 0o777 == 0o600
         cluster._remove_left_tokens()
         assert (tmp_path / own / "token").read_text() == Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text() != ""
-    assert [path.name for path in tmp_path.iterdir()] == ["ray_token_just_made"]
+    assert {path.name for path in tmp_path.iterdir()} == stays

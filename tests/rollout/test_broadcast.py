@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from openrlhf_ext.rollout.sync.base import GO, YES, Link, WeightTransferFailed, announce_leaving
+from openrlhf_ext.rollout.sync.base import GO, YES, Departure, Link, WeightTransferFailed, reach_store
 from openrlhf_ext.rollout.sync.gloo import Gloo
 from openrlhf_ext.rollout.sync.nccl import Nccl
 from openrlhf_ext.rollout.sync.stream import WeightReceiver
@@ -78,10 +78,20 @@ def test_a_receiver_hears_of_a_sender_that_leaves_in_the_middle_of_an_update(sto
     assert time.monotonic() - start < SOONER_S
 
 
+def test_a_sender_does_not_wait_for_the_one_that_served_the_store_and_left_first() -> None:
+    store = open_store(LOCAL, timedelta(seconds=PATIENCE_S))
+    alone = link(store, 1)
+    sender = Gloo().open_sender(reach_store(alone), alone, TRANSPORT.staging(plan(), [[0]], PATIENCE_S))
+    del store
+    start = time.monotonic()
+    sender.close()
+    assert time.monotonic() - start < SOONER_S
+
+
 def test_who_joins_does_not_wait_for_a_sender_that_gave_up(store: dist.TCPStore) -> None:
     store.set(GO, YES)
     joining, seen = outcome(lambda: WeightReceiver.connect(plan(), link(store, 3), 0))
-    announce_leaving(store)
+    Departure(store).announce()
     joining.join(SOONER_S)
     assert isinstance(seen[0], WeightTransferFailed) and "the sender has left" in str(seen[0])
 

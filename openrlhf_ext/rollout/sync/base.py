@@ -4,6 +4,7 @@ it can; ``plan``, ``stream`` and ``sender`` are the same for all of them."""
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
 import time
@@ -20,6 +21,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, Bucket, BucketPlan
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _LEAVE_S = 2.0
@@ -229,24 +232,27 @@ def second_connection(store: Any) -> dist.Store:
     return store.clone()  # in no type stub
 
 
-def announce_leaving(store: dist.Store) -> None:
-    second_connection(store).set(LEFT, "")
+class Departure:
+    """Whether a sender has left: an aborted communicator does not tell its peers. It is told and asked on a connection
+    that is opened early, because the sender whose process serves the store may be the first to leave."""
 
+    def __init__(self, store: dist.Store) -> None:
+        self._connection = second_connection(store)
 
-def sender_watch(store: dist.Store) -> Callable[[], None]:
-    """Raises WeightTransferFailed if a sender has left, or the one that serves the store is gone: an aborted
-    communicator does not tell its peers."""
-    connection = second_connection(store)
-
-    def watch() -> None:
+    def announce(self) -> None:
         try:
-            has_left = connection.check([LEFT])
-        except RuntimeError as error:  # the sender's process serves the store
+            self._connection.set(LEFT, "")
+        except RuntimeError as error:  # `check` finds the same and says so
+            logger.info("the weight-sync group's store is gone before this rank has left: %s", error)
+
+    def check(self) -> None:
+        """Raises WeightTransferFailed if a sender has left, or the one that serves the store is gone."""
+        try:
+            has_left = self._connection.check([LEFT])
+        except RuntimeError as error:
             raise WeightTransferFailed(f"the sender of the weights is gone: {error}") from error
         if has_left:
             raise WeightTransferFailed("the sender has left the weight-sync group; see its own error")
-
-    return watch
 
 
 def reach_store(link: Link) -> dist.TCPStore:
@@ -291,8 +297,8 @@ class BroadcastEnd:
     def __init__(self, transport: BroadcastTransport, store: dist.Store, link: Link, rank: int) -> None:
         self._transport, self._timeout_s = transport, link.timeout_s
         self._pool = FramePool()
-        self._store, self._sends = store, rank == 0
-        self.watch: Callable[[], None] | None = None if self._sends else sender_watch(store)
+        self._departure, self._sends = Departure(store), rank == 0
+        self.watch: Callable[[], None] | None = None if self._sends else self._departure.check
         store = dist.PrefixStore(f"weight_sync/{link.stream}", store)
         self._group: Any = transport.open_group(store, link.address, rank, link.world_size, link.timeout_s)
 
@@ -339,7 +345,7 @@ class BroadcastEnd:
 
         if holder[0] is not None:
             if self._sends:
-                announce_leaving(self._store)
+                self._departure.announce()
             leaving = threading.Thread(target=leave, name="weight-sync-leave", daemon=True)
             leaving.start()
             leaving.join(_LEAVE_S)

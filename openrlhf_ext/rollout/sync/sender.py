@@ -17,6 +17,7 @@ from openrlhf_ext.rollout.sync.base import (
     NO,
     PRESENT,
     YES,
+    Departure,
     EngineFailed,
     EnginesAtFault,
     Link,
@@ -26,9 +27,7 @@ from openrlhf_ext.rollout.sync.base import (
     WeightSyncError,
     WeightSyncTimeout,
     WeightTransferFailed,
-    announce_leaving,
     reach_store,
-    sender_watch,
     while_watching,
 )
 from openrlhf_ext.rollout.sync.plan import BucketPlan, Receipt, WeightSyncMismatch, check_receipts
@@ -168,7 +167,7 @@ class WeightSender:
         self._stream, self._sends = stream, sends
         self._buckets = plan.of_stream(stream)
         self._calls: EngineCalls | None = None
-        self._has_left: Callable[[], None] | None = None
+        self._departure: Departure | None = None
         self.connected = False
         self.end: SendingEnd | None = None
 
@@ -198,11 +197,11 @@ class WeightSender:
         own = replace(link, stream=self._stream or 0)
         if self._calls is None:
             self._store = reach_store(link)
-        self._has_left = has_left = sender_watch(self._store)
+        self._departure = departure = Departure(self._store)
         try:
             self.end = while_watching(
                 lambda: self._transport.open_sender(self._store, own, self._staging),
-                has_left if self._calls is None else self._calls.check, self._timeout_s,
+                departure.check if self._calls is None else self._calls.check, self._timeout_s,
                 lambda: f"joining the weight-sync group at {link.address}:{link.port} took longer than "
                 f"{self._timeout_s:g} s",
             )  # fmt: skip
@@ -213,7 +212,7 @@ class WeightSender:
                     self._plan.stream_count, len(self._plan.buckets),
                 )  # fmt: skip
         except Exception:
-            announce_leaving(self._store)  # else the engines that are well wait for the others until their deadline
+            departure.announce()  # else the engines that are well wait for the others until their deadline
             self.close()
             raise
 
@@ -229,8 +228,8 @@ class WeightSender:
         def watch() -> None:
             if self._calls is not None:
                 self._calls.watch()
-            if self._has_left is not None:
-                self._has_left()
+            if self._departure is not None:
+                self._departure.check()
             if time.monotonic() - start > self._timeout_s:
                 raise WeightTransferFailed(f"{what} took longer than {self._timeout_s:g} s")
 
@@ -270,9 +269,7 @@ class WeightSender:
             return [0] * len(self._plan.tensors)
         if self.end is None:
             let_others_end(self._buckets, self._staging, fill)
-            raise WeightSyncError(
-                "the weight sender is not connected: call connect() first, and again after a failure"
-            )
+            raise WeightSyncError("the weight sender is not connected: call connect() first, and again after a failure")
         self.end.watch = self._watch(f"sending weights of version {version}")
         try:
             return send_stream(
@@ -282,7 +279,8 @@ class WeightSender:
             self.close()
             raise
         except Exception:  # the tensors could not be made; engines that read this stream were told
-            announce_leaving(self._store)
+            if self._departure is not None:
+                self._departure.announce()
             raise
 
     def finish(self, version: int, sums: list[int]) -> SendReport:
@@ -317,7 +315,7 @@ class WeightSender:
             self._told = True
 
     def close(self) -> None:
-        self.connected, self._has_left = False, None  # a connection: it would hold up those to the next store
+        self.connected, self._departure = False, None  # a connection: it would hold up those to the next store
         if self.end is not None:
             self.end.close()
             self.end = None

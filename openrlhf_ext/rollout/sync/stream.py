@@ -14,6 +14,7 @@ from torch import Tensor
 
 from openrlhf_ext.rollout.sync import find_transport
 from openrlhf_ext.rollout.sync.base import (
+    Departure,
     Link,
     ReceivingEnd,
     SendingEnd,
@@ -21,7 +22,6 @@ from openrlhf_ext.rollout.sync.base import (
     WeightStreamAborted,
     WeightSyncError,
     join,
-    sender_watch,
     while_watching,
 )
 from openrlhf_ext.rollout.sync.plan import HEADER_BYTES, Bucket, BucketPlan, SentSums
@@ -119,7 +119,7 @@ class WeightReceiver:
         def open_all() -> list[ReceivingEnd]:
             return [transport.open_receiver(store, each, rank) for each in links]
 
-        ends = while_watching(open_all, sender_watch(store), link.timeout_s, lambda: late)
+        ends = while_watching(open_all, Departure(store).check, link.timeout_s, lambda: late)
         return cls(ends, plan)
 
     def receive(self, version: int) -> Iterator[tuple[str, Tensor]]:
