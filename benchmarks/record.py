@@ -153,9 +153,11 @@ def write(path: Path, found: dict[str, Any]) -> None:
 
 
 def holds(path: Path, why: str) -> None:
-    """Writes into a record why its numbers are the same with the files as they are now."""
+    """Writes into a record why its numbers are the same with the files as they are now, behind the reasons of earlier
+    changes: one may say of what the numbers are."""
     record = json.loads(path.read_text())
-    record["still_holds"] = {"why": why, "measures": digests(MEASURES[path.name])}
+    earlier = [record["still_holds"]["why"]] if "still_holds" in record else []
+    record["still_holds"] = {"why": " ".join([*earlier, why]), "measures": digests(MEASURES[path.name])}
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -33,6 +33,14 @@ def test_a_record_is_not_older_than_what_it_measures(name):
     assert len(found.get("still_holds", {"why": "measured with these files"})["why"]) > 20
 
 
+def test_why_a_record_still_holds_keeps_the_reasons_of_earlier_changes(tmp_path):
+    path = tmp_path / COMMITTED[0]
+    path.write_text(json.dumps({"commit": "of then"}))
+    record.holds(path, "Other messages.")
+    record.holds(path, "Other names.")
+    assert json.loads(path.read_text())["still_holds"]["why"] == "Other messages. Other names."
+
+
 def test_changed_code_makes_a_record_old_and_comments_do_not(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "ROOT", tmp_path)
     file = tmp_path / "code.py"
