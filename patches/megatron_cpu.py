@@ -15,14 +15,19 @@ SP (found by tracing):
   "torch.cuda.FloatTensor"     optimizer.py:671, clip_grads.py:167, distrib_optimizer.py:361,420,582
   CUDA random states           tensor_parallel/random.py:44,73,235-240,422
   torch.compile                jit.py:21, which on the CPU starts Inductor and needs a C++ compiler
+  streams and events           transformer/moe/token_dispatcher.py:445,871-898: sizes on their way to the host
+Without TransformerEngine transformer/moe/moe_utils.py:1192 reads a name that its failed import left undefined.
 And beneath it, in torch 2.13's gloo: coalesced all-gathers in flight, which overlap.param_gather leads to
 (param_and_grad_buffer.py:285), corrupt the heap. Two processes that do nothing else die after 200 to 5,000 rounds of
-six gathers; gathers that are not coalesced, and coalesced reductions, did not in 4,000.
+six gathers; gathers that are not coalesced, and coalesced reductions, did not in 4,000. And gloo gathers and scatters
+parts of one size only, where the ranks that share experts (tensor_parallel/mappings.py:148,196) have other numbers of
+tokens.
 
 Changes: the modules of the two packages are compiled from a syntax tree in which these expressions name the CPU (the
 random states become those of torch's CPU generator). Line numbers and the files stay as they are, and torch itself is
 not touched. The compiled code is cached per environment. jit fusion is switched off with Megatron's own switch.
-Parameters are gathered bucket by bucket, and waited for together as before. With a CUDA device present the modules are
+Parameters are gathered bucket by bucket, and waited for together as before. Parts of several sizes are padded to the
+largest to be gathered, and reduced as a whole before each rank takes its own. With a CUDA device present the modules are
 loaded as they are.
 
 Remove when: megatron-core takes the device from one place; the gathers, when coalesced ones of gloo may be in flight.
@@ -40,7 +45,7 @@ from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.patches.base import Patch, PatchRefused
 from openrlhf_ext.patches.environment import has_cuda
@@ -251,6 +256,54 @@ def _switch_off_jit_fusion(module: ModuleType) -> None:
     module.disable_jit_fuser()
 
 
+def _without_transformer_engine(module: ModuleType) -> None:
+    """transformer.moe.moe_utils."""
+    vars(module).setdefault("te_general_gemm", None)
+
+
+def _sizes_are_here(module: ModuleType) -> None:
+    """transformer.moe.token_dispatcher: the sizes of what is exchanged are on the host already."""
+    dispatcher = module.MoEAlltoAllTokenDispatcher
+
+    def to_lists(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        for name in ("input_splits", "output_splits"):
+            sizes = getattr(self, name)
+            setattr(self, name, sizes.tolist() if hasattr(sizes, "tolist") else sizes)
+        return tokens_per_expert
+
+    dispatcher.cuda_dtoh_stream = "none on the CPU"
+    dispatcher._maybe_dtoh_and_synchronize = to_lists
+
+
+def _exchange_unequal_parts(module: ModuleType) -> None:
+    """tensor_parallel.mappings."""
+    import torch
+
+    gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def gather_any(
+        part: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(part, group, None, use_global_buffer)
+        longest = max(output_split_sizes)
+        padded = part.new_zeros(longest, *part.shape[1:])
+        padded[: len(part)] = part
+        parts = gather(padded, group).split(longest)
+        return torch.cat([each[:size] for each, size in zip(parts, output_split_sizes, strict=True)])
+
+    def scatter_any(
+        whole: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(whole, group, None, use_global_buffer)
+        total = whole.contiguous().clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].contiguous()
+
+    vars(module).update(_gather_along_first_dim=gather_any, _reduce_scatter_along_first_dim=scatter_any)
+
+
 def _gather_bucket_by_bucket(module: ModuleType) -> None:
     """distributed.param_and_grad_buffer: all-gathers pass by torch's coalescing manager, which then waits for them."""
     import torch
@@ -276,6 +329,9 @@ def _gather_bucket_by_bucket(module: ModuleType) -> None:
 
 _AFTER_IMPORT = {
     "megatron.core.distributed.param_and_grad_buffer": _gather_bucket_by_bucket,
+    "megatron.core.tensor_parallel.mappings": _exchange_unequal_parts,
     "megatron.core.tensor_parallel.random": _use_cpu_generator,
+    "megatron.core.transformer.moe.moe_utils": _without_transformer_engine,
+    "megatron.core.transformer.moe.token_dispatcher": _sizes_are_here,
     "megatron.core.jit": _switch_off_jit_fusion,
 }

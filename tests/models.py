@@ -15,8 +15,12 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from openrlhf_ext.megatron.model.hf_files import HFRows, read_side_files, save_hf
@@ -26,7 +30,14 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
+MIXTURES: dict[str, dict[str, object]] = {  # entries of their configuration
+    "qwen2_moe": {"shared_expert_intermediate_size": 80, "norm_topk_prob": False},
+    "qwen3_moe": {"norm_topk_prob": True},
+}
+EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 
 
 def make_tiny_model(
@@ -43,6 +54,9 @@ def make_tiny_model(
     """A random fp32 checkpoint with norms and biases off their trivial values, saved to ``path``."""
     torch.manual_seed(seed)
     config_class, model_class = FAMILIES[family]
+    if family in MIXTURES:
+        sizes = {"moe_intermediate_size": 48, "num_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN}
+        more = {**sizes, **MIXTURES[family], **more}
     config = config_class(
         vocab_size=vocab, hidden_size=16 * heads, intermediate_size=96, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
@@ -53,8 +67,24 @@ def make_tiny_model(
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
+            if "mlp.gate." in name:  # routers that are sure of their choice
+                parameter.mul_(5)
     model.save_pretrained(path)
     return model
+
+
+def unfused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A mixture's tensors as its checkpoint has them, of each expert; transformers holds all experts' in one."""
+    found = {}
+    for name, tensor in tensors.items():
+        path, _, fused = name.rpartition(".experts.")
+        if not path:
+            found[name] = tensor
+            continue
+        for expert, own in enumerate(tensor):
+            parts = zip(("gate", "up"), own.chunk(2), strict=True) if fused == "gate_up_proj" else [("down", own)]
+            found |= {f"{path}.experts.{expert}.{part}_proj.weight": values for part, values in parts}
+    return found
 
 
 CHAT_TEMPLATE = (  # SmolLM2's
@@ -92,6 +122,9 @@ def make_tiny_policy(
         "num_attention_heads": 4, "num_key_value_heads": 2,
     } | shape  # fmt: skip
     config_class, model_class = FAMILIES[family]
+    if family in MIXTURES:
+        sizes = {"moe_intermediate_size": 48, "num_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN}
+        more = {**sizes, **MIXTURES[family], **more}
     config = config_class(
         max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.1, pad_token_id=0, eos_token_id=1,
         bos_token_id=None, **sizes,

@@ -17,7 +17,7 @@ from openrlhf_ext.config.estimator import FLAGS, algorithm_options
 from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.inputs import InputError
-from openrlhf_ext.megatron.layout import RANK_ORDER, ParallelLayout
+from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options import (
     ConfigError,
@@ -229,7 +229,7 @@ def _flow(value: Any) -> str:
 
 def _policy_lines(config: RunConfig) -> Iterator[str]:
     layout = config.layout
-    yield f"policy: {_degrees(layout)} (order {RANK_ORDER}), {config.megatron.param_dtype}"
+    yield f"policy: {_degrees(layout)} (order {layout.order}), {config.megatron.param_dtype}"
     model = _local_model(config)
     if model is not None:
         yield from _model_lines(model, layout.tensor_parallel_size)
@@ -242,7 +242,7 @@ def _policy_lines(config: RunConfig) -> Iterator[str]:
         rows.append([*spans, _stage_layers(model, stage, layout)])
     yield from (f"  {line}" for line in aligned(rows[: _ROWS_SHOWN + 1]))
     if len(rows) > _ROWS_SHOWN + 1:
-        yield f"  ... and so on, up to rank {layout.world_size - 1}: ranks are numbered in the order {RANK_ORDER}"
+        yield f"  ... and so on, up to rank {layout.world_size - 1}: ranks are numbered in the order {layout.order}"
 
 
 def _place(layout: ParallelLayout, rank: int, per_node: int) -> tuple[int, ...]:

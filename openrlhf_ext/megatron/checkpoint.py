@@ -67,6 +67,7 @@ class ParameterBlock:
     block: Block
     start: int
     padded: bool  # whether other layouts pad the global tensor to other sizes (the vocabulary)
+    of_expert: bool  # held by the replicas of the rank's experts, not of all else
     copy_of: int  # 0 if no other model-parallel rank stores the block
 
     def elements(self, of: Tensor | None = None) -> Tensor:
@@ -119,6 +120,7 @@ def _blocks(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ParameterBl
             Block(part.key, tuple(part.global_shape), tuple(part.global_offset), shape),
             part.data.storage_offset() - entry.data.storage_offset(),
             part.allow_shape_mismatch,
+            not getattr(entry.data, "allreduce", True),
             # (pipeline copy, tensor-parallel copy, data-parallel copy): the last is dealt with by who writes what
             max(part.replica_id[:2]),
         )
@@ -255,15 +257,18 @@ def take_snapshot(model: MegatronModel, extra: dict[str, Any] | None = None, *, 
 def _own_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
     """The pieces this rank writes: copies on other ranks are left out, the ranks that hold one share it evenly."""
     layout, rank = model.settings.layout, dist.get_rank()
-    copy = layout.copy(rank)
+    copy, place = layout.copy(rank), layout.place(rank)
     ranges = optimizer_ranges(model.optimizer)
     distributed = any(isinstance(part, DistributedOptimizer) for part in _single_optimizers(model.optimizer))
-    if copy == layout.place(rank).tensor == 0:
+    if copy == place.tensor == 0:
         yield from _converter_pieces(model)
     for i, block in enumerate(parameter_blocks(model)):
         if block.copy_of:
             continue
-        mine = i % layout.copies == copy
+        if block.of_expert:
+            mine = i % layout.expert_copies == place.expert_replica
+        else:
+            mine = i % layout.copies == copy
         if mine:
             yield BlockRange.whole(_named(block.block, "model")), block.elements()
             if model.average is not None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from openrlhf_ext.megatron.layout import RANK_ORDER, ParallelLayout
+from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.watchdog import keep_nccl_calls
 
 JOIN_TIMEOUT_S = 600.0
@@ -46,10 +46,9 @@ def build_groups(layout: ParallelLayout, timeout_s: float) -> None:
         layout.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         context_parallel_size=layout.context_parallel_size,
-        # there are no experts, but Megatron wants as many expert replicas as replicas unless "pp" comes last in the
-        # order (parallel_state.py:806): the expert groups then span tensor and context parallelism
-        expert_tensor_parallel_size=layout.tensor_parallel_size * layout.context_parallel_size,
-        order=RANK_ORDER,
+        expert_model_parallel_size=layout.expert_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        order=layout.order,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=timeout_s / 60,  # declared int, but all Megatron makes of it is a timedelta
     )

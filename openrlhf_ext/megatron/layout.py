@@ -1,25 +1,33 @@
-"""How the ranks of a run are arranged, tp-cp-ep-pp-dp (tensor parallelism varies fastest), because OpenRLHF's actor
-group treats ``tp * cp * pp`` contiguous ranks as one data-parallel rank. No other place knows the order."""
+"""How the ranks of a run are arranged. No other place knows the order: who needs to know where a rank is asks ``place``,
+and who needs the ranks of a place asks ``ranks``."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import NamedTuple
 
 from openrlhf_ext.options.sections import Megatron
 
-RANK_ORDER = "tp-cp-ep-pp-dp"
+# tensor parallelism varies fastest. Each replica is tp * cp * pp ranks in a row, as in OpenRLHF's actor group; Megatron
+# takes that only where an expert has as many replicas as all else (megatron-core 0.16.1 parallel_state.py:806)
+_REPLICAS_IN_A_ROW, _STAGES_LAST = "tp-cp-ep-pp-dp", "tp-cp-ep-dp-pp"
 PIPELINE_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 
 
 class RankPlace(NamedTuple):
-    """Coordinates of a rank: within its tensor- and context-parallel groups, its pipeline stage, its replica."""
+    """Coordinates of a rank: within its tensor- and context-parallel groups, its pipeline stage, its replica; and among
+    the ranks of its stage once more as a holder of experts: which shard of them, which experts, which copy of these."""
 
     tensor: int
     context: int
     stage: int
     replica: int
+    expert_tensor: int
+    expert: int
+    expert_replica: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class ParallelLayout:
     virtual_pipeline_size: int = 1  # model chunks per pipeline stage (interleaved schedule)
     decoder_first_pipeline_num_layers: int | None = None  # None: as many as the stages between
     decoder_last_pipeline_num_layers: int | None = None
+    expert_parallel_size: int = 1  # ranks of a stage that the experts of a layer are dealt over
+    expert_tensor_parallel_size: int | None = None  # ranks that share an expert; None: see ``expert_tensor``
 
     @classmethod
     def of(cls, options: Megatron, ranks: int) -> ParallelLayout:
@@ -41,11 +51,12 @@ class ParallelLayout:
             ranks, options.tensor_parallel_size, options.pipeline_parallel_size, options.context_parallel_size,
             options.sequence_parallel_enable, options.virtual_pipeline_size,
             options.decoder_first_pipeline_num_layers, options.decoder_last_pipeline_num_layers,
+            options.expert_parallel_size, options.expert_tensor_parallel_size,
         )  # fmt: skip
 
     def problems(self, name: Callable[[str], str] = str) -> Iterator[tuple[tuple[str, ...], str]]:
         """The rules that are broken: the fields concerned, and what is wrong. ``name``: what the user calls a field."""
-        world, tp, pp, cp, sp, vp, *ends = (name(field.name) for field in fields(self))
+        world, tp, pp, cp, sp, vp, *ends, ep, etp = (name(field.name) for field in fields(self))
         size, world_size = self.model_parallel_size, self.world_size
         if world_size % size:
             below = world_size // size * size
@@ -63,6 +74,13 @@ class ParallelLayout:
         for end, layers in zip(ends, self.given_layers, strict=True):
             if layers is not None and self.pipeline_parallel_size == 1:
                 yield (end, pp), f"{end} needs {pp} > 1: got {layers} and 1; leave it out"
+        ranks, shares = self._stage_ranks, self.expert_tensor * self.expert_parallel_size
+        if not world_size % size and ranks % shares:
+            yield (
+                (ep, etp, world, pp),
+                f"{etp} * {ep} must divide the ranks of a pipeline stage: got {self.expert_tensor} * "
+                f"{self.expert_parallel_size} = {shares} and {ranks} ranks; use a smaller {ep}",
+            )
 
     @property
     def model_parallel_size(self) -> int:
@@ -100,26 +118,62 @@ class ParallelLayout:
                 start += layers // chunks
         return places
 
-    def place(self, rank: int) -> RankPlace:
-        tp, cp, pp = self.tensor_parallel_size, self.context_parallel_size, self.pipeline_parallel_size
-        sizes = {"tp": tp, "cp": cp, "ep": 1, "pp": pp, "dp": self.data_parallel_size}
-        rest, at = rank, {}
-        for axis in RANK_ORDER.split("-"):
-            rest, at[axis] = divmod(rest, sizes[axis])
-        return RankPlace(at["tp"], at["cp"], at["pp"], at["dp"])
+    # ---- ranks ------------------------------------------------------------------------------------------------------
 
-    def ranks(
-        self,
-        *,
-        tensor: int | None = None,
-        context: int | None = None,
-        stage: int | None = None,
-        replica: int | None = None,
-    ) -> tuple[int, ...]:
-        """The global ranks with these coordinates, ascending; None takes all of an axis."""
-        wanted = (tensor, context, stage, replica)
-        places = {rank: zip(wanted, self.place(rank), strict=True) for rank in range(self.world_size)}
-        return tuple(rank for rank, pairs in places.items() if all(want in (None, found) for want, found in pairs))
+    @property
+    def _stage_ranks(self) -> int:
+        return self.world_size // self.pipeline_parallel_size
+
+    @property
+    def expert_tensor(self) -> int:
+        """Ranks that share an expert. Where nothing is said of experts they are cut as all else; Megatron wants its
+        expert groups of a dense model, which uses none, to have as many replicas as there are."""
+        if self.expert_tensor_parallel_size is not None:
+            return self.expert_tensor_parallel_size
+        if self.expert_parallel_size > 1:
+            return 1
+        return self.tensor_parallel_size * (self.context_parallel_size if self.pipeline_parallel_size > 1 else 1)
+
+    @property
+    def expert_copies(self) -> int:
+        """How many ranks hold each share of the experts."""
+        return self._stage_ranks // (self.expert_tensor * self.expert_parallel_size)
+
+    @property
+    def order(self) -> str:
+        """Megatron's, of the axes; the one of OpenRLHF wherever Megatron has it."""
+        in_a_row = self.pipeline_parallel_size == 1 or self.expert_copies == self.data_parallel_size
+        return _REPLICAS_IN_A_ROW if in_a_row else _STAGES_LAST
+
+    @cached_property
+    def places(self) -> tuple[RankPlace, ...]:
+        """Of all ranks."""
+        dense = {"tp": self.tensor_parallel_size, "cp": self.context_parallel_size, "dp": self.data_parallel_size}
+        experts = {"tp": self.expert_tensor, "ep": self.expert_parallel_size, "dp": self.expert_copies}
+        return tuple(self._place(rank, dense, experts) for rank in range(self.world_size))
+
+    def _place(self, rank: int, dense: dict[str, int], experts: dict[str, int]) -> RankPlace:
+        of_all, of_experts = self._coordinates(rank, dense), self._coordinates(rank, experts)
+        return RankPlace(
+            of_all["tp"], of_all["cp"], of_all["pp"], of_all["dp"], of_experts["tp"], of_experts["ep"], of_experts["dp"]
+        )
+
+    def _coordinates(self, rank: int, sizes: dict[str, int]) -> dict[str, int]:
+        rest, at = rank, {}
+        for axis in self.order.split("-"):
+            size = self.pipeline_parallel_size if axis == "pp" else sizes.get(axis, 1)
+            rest, at[axis] = divmod(rest, size)
+        return at
+
+    def place(self, rank: int) -> RankPlace:
+        return self.places[rank]
+
+    def ranks(self, **coordinates: int) -> tuple[int, ...]:
+        """The global ranks with these coordinates (``RankPlace``), ascending; all of an axis that is not given."""
+        wanted = coordinates.items()
+        return tuple(
+            rank for rank, place in enumerate(self.places) if all(getattr(place, axis) == at for axis, at in wanted)
+        )
 
     def answers_for_replica(self, rank: int) -> bool:
         return rank == self.ranks(replica=self.place(rank).replica)[0]
@@ -136,4 +190,6 @@ class ParallelLayout:
 
     @property
     def near_ranks(self) -> int:
-        return self.tensor_parallel_size * self.context_parallel_size
+        """Ranks in a row that have the most to say to each other."""
+        experts = self.expert_tensor * self.expert_parallel_size if self.expert_parallel_size > 1 else 1
+        return math.lcm(self.tensor_parallel_size * self.context_parallel_size, experts)

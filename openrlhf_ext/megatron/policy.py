@@ -25,6 +25,7 @@ from openrlhf_ext.megatron.built import BuiltModel, no_sync
 from openrlhf_ext.megatron.distributed import random_states, set_random_states
 from openrlhf_ext.megatron.host_memory import FrozenCopy, MovingAverage
 from openrlhf_ext.megatron.layers import kept_bytes
+from openrlhf_ext.megatron.model.experts import routing_metrics, take_routing
 from openrlhf_ext.megatron.model.hf_weights import load_hf
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, PackedBatch, SequenceBatch, sequence_batch
@@ -263,9 +264,18 @@ class MegatronPolicy(MegatronModel):
         if seen is not None and kept is not None:
             seen.append(LogprobEntropy(*kept.in_order()))
         # norms of the groups before the optimizer clips in place, and metrics: read from the device together
-        counted = gradient_squares(self.models, self.settings.layout.copy(dist.get_rank()))
-        metrics, squares = self.schedule.sum_metrics(losses, counted)
-        return {"loss/policy": 0.0} | metrics | gradient_norms(*squares)
+        sums = [*gradient_squares(self.models, self.settings.layout, dist.get_rank()), *self._take_routing()]
+        metrics, (squares, present, *routing) = self.schedule.sum_metrics(losses, sums)
+        for each in routing:
+            metrics |= routing_metrics(each, self.shape.num_experts)
+        return {"loss/policy": 0.0} | metrics | gradient_norms(squares, present)
+
+    def _take_routing(self) -> list[Tensor]:
+        """What a mixture's routers have counted since the last call (``experts.take_routing``); of a dense model
+        nothing. Not a collective."""
+        if not self.shape.num_experts:
+            return []
+        return [take_routing(self.chunks, self.shape.num_layers, self.shape.num_experts, self.device)]
 
     def _loss(
         self, part: PackedBatch, states: Tensor, shaped: Share, algorithm: Objective

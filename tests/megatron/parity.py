@@ -62,14 +62,14 @@ class PieceUnit(LayerConverter):
 def settings(case: dict, world_size: int, **optimizer) -> ModelSettings:
     """What a case says, on top of one process without parallelism.
 
-    Keys: model; tp, pp, vp, cp, sp, ends (layers of the first and last stage, None: as many as the others); dtype,
+    Keys: model; tp, pp, vp, cp, sp, ep, etp, ends (layers of the first and last stage, None: as many as the others); dtype,
     temperature, recompute (fields of ``Megatron``), head, distributed_optimizer, overlap (fields of ``Megatron``);
     micro_batch_size or max_tokens (of training), forward_max_tokens; lopsided (one data-parallel rank gets all
     sequences, see ``deal``); piece_unit (of packs).
     """
     layout = ParallelLayout(
         world_size, case.get("tp", 1), case.get("pp", 1), case.get("cp", 1), case.get("sp", False), case.get("vp", 1),
-        *case.get("ends", ()),
+        *(case.get("ends") or (None, None)), case.get("ep", 1), case.get("etp"),
     )
     tokens = case.get("max_tokens")
     return ModelSettings(

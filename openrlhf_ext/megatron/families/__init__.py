@@ -15,6 +15,18 @@ __all__ = ["family_of"]
 
 GROUP = "openrlhf_ext.families"
 
+# mixtures of experts that users ask for -> what a family of theirs would need
+_MIXTURES = {
+    "mixtral": "its experts' names (block_sparse_moe.experts.*.w1, w2, w3), and a test of its numbers",
+    "olmoe": "a norm of whole queries and keys, not of each head's",
+    "glm4_moe": "a sigmoid router with a bias of each expert, dense first layers and partial rotary embedding",
+    "deepseek_v3": "multi-head latent attention, and a sigmoid router with groups and a bias of each expert",
+    "kimi_k2": "multi-head latent attention, and a sigmoid router with groups and a bias of each expert",
+    "gpt_oss": "attention sinks, sliding windows, biases, clamped SwiGLU and MXFP4 files",
+    "qwen3_next": "gated delta net, which megatron-core 0.16.1 does not compute over packed sequences",
+    "qwen3_5_moe": "gated delta net, which megatron-core 0.16.1 does not compute over packed sequences",
+}
+
 
 @cache
 def family_of(model_type: str) -> Family:
@@ -26,4 +38,5 @@ def family_of(model_type: str) -> Family:
     for entry in installed.select(name=model_type):
         return entry.load()
     known = ", ".join(sorted({*own, *installed.names}))
-    raise InputError(f"model_type must be one of {known}, got {model_type!r}")
+    needs = f": it would need {_MIXTURES[model_type]}" if model_type in _MIXTURES else ""
+    raise InputError(f"model_type must be one of {known}, got {model_type!r}{needs}")

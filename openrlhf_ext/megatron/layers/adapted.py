@@ -314,7 +314,7 @@ def add_zeros(chunk: HiddenStateGPTModel, shape: ModelShape, adapter: Adapter) -
         assert isinstance(linear, Adapted), f"{rule.parameter}: a {type(linear).__name__} has no adapters"
         owner_N = torch.zeros(len(linear.weight), dtype=torch.long)
         if not linear.is_row:
-            runs = shard_runs(rule, shape, own_shard())
+            runs = shard_runs(rule, shape, own_shard(rule))
             owners = torch.tensor([chosen.index(run.tensor) if run.tensor in chosen else -1 for run in runs])
             owner_N = owners.repeat_interleave(torch.tensor([len(run) for run in runs]))
         linear.adapt(adapter, len(chosen), owner_N, gated=rule.split == "gate_up")

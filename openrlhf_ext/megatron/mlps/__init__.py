@@ -1,1 +1,72 @@
-"""The kinds of MLP that a decoder layer may have: one file each. A family names its kind."""
+"""The kinds of MLP that a decoder layer may have: one file each. A family names its kind.
+
+Configuration and driver ask a kind too, so it imports neither torch nor Megatron before a model is built.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+
+@dataclass(frozen=True)
+class MLP(ABC):
+    """What the rest of the package asks of every kind. Its fields have the names and values of ``ModelShape``'s."""
+
+    # field of ``ModelShape`` -> its entry of config.json, and the largest value accepted
+    entries: ClassVar[dict[str, tuple[str, int]]]
+    is_mixture: ClassVar[bool] = False
+    flags: ClassVar[dict[str, str]] = {}  # field of ``ModelShape`` -> its entry of config.json, true or false
+    # how Megatron cuts each parameter, its rows and columns (see ``Rule``), in the order in which it builds them;
+    # ``{expert}`` stands for the number of an expert on its rank
+    parameters: ClassVar[dict[str, tuple[Any, ...]]]
+    # what most families call the tensors, in the order in which they are exported; ``{expert}``: number of an expert
+    names: ClassVar[dict[str, tuple[str, ...]]]
+
+    hidden_size: int
+
+    @staticmethod
+    def problems(config: Mapping[str, Any]) -> Iterator[str]:
+        """Settings of a ``config.json`` (``Family.usual``) that this kind cannot build, one text for each."""
+        if config["hidden_act"] != "silu":
+            yield f"hidden_act must be 'silu', got {config['hidden_act']!r}"
+
+    @property
+    @abstractmethod
+    def sizes(self) -> dict[str, int]:
+        """Entries of each dimension that only this kind has, by its name in ``parameters``."""
+
+    @property
+    @abstractmethod
+    def divided(self) -> dict[str, int]:
+        """Widths that the tensor-parallel size must divide, by their names in messages."""
+
+    @property
+    @abstractmethod
+    def token_weights(self) -> int:
+        """Number of weights that each token is multiplied by."""
+
+    @abstractmethod
+    def activation_bytes(self, tokens: int, tensor_parallel_size: int, entry: int, linear_input: int) -> int:
+        """Bytes that autograd keeps after the norm; ``entry``: bytes of an entry, ``linear_input``: of an entry of the
+        down projection's input."""
+
+    @abstractmethod
+    def megatron_arguments(self) -> dict[str, Any]:
+        """Arguments of TransformerConfig."""
+
+    @staticmethod
+    @abstractmethod
+    def submodules(norm: type, norm_linear: type, column_linear: type, row_linear: type) -> dict[str, Any]:
+        """The MLP's part of the submodules of our layers, made of these: ``norm_linear`` is a column-parallel linear
+        with a norm before it."""
+
+    @classmethod
+    @abstractmethod
+    def transformer_engine_layer(cls, layer: ModuleSpec) -> ModuleSpec:
+        """TransformerEngine's layer with this MLP, from Megatron's dense one. Raises ValueError: it cannot have it."""

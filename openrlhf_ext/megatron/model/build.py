@@ -20,7 +20,7 @@ from torch import Tensor
 
 from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.mlps.dense import DenseMLP
+from openrlhf_ext.megatron.mlps import MLP
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.spec import PackedSequences, block_spec
 from openrlhf_ext.megatron.step.batch import PackedBatch
@@ -117,9 +117,19 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=megatron.rope_fusion and uses_transformer_engine(dtype, converters),
         **shape.mlp.megatron_arguments(),
+        **_expert_arguments(shape, layout),
         **recompute_arguments(megatron),
         **{name: value for converter in converters for name, value in converter.megatron_arguments().items()},
     )
+
+
+def _expert_arguments(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any]:
+    if not shape.num_experts:
+        return {}
+    return {
+        "expert_model_parallel_size": layout.expert_parallel_size,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+    }
 
 
 def _filled_later(weight: Tensor) -> Tensor:
@@ -183,21 +193,19 @@ def packed_sequences(part: PackedBatch, fused_rope: bool) -> PackedSequences:
         slots=part.slots,
         boundaries=part.boundaries,
         shared=part.shared,
+        routing=part.routing,
     )
 
 
 def _spec(
-    config: TransformerConfig, mlp: type[DenseMLP], vp_stage: int | None, converters: Sequence[LayerConverter] = ()
+    config: TransformerConfig, mlp: type[MLP], vp_stage: int | None, converters: Sequence[LayerConverter] = ()
 ) -> TransformerBlockSubmodules:
     if uses_transformer_engine(config.params_dtype, converters):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        if mlp.submodules is not DenseMLP.submodules:  # Megatron's spec would build a dense MLP in its place
-            why = f"TransformerEngine's layers have a dense MLP, not {mlp.__name__}: megatron.param_dtype fp32"
-            raise ValueError(f"{why} gives plain layers, which have it")
-
-        def theirs(config: TransformerConfig, _: type[DenseMLP]) -> ModuleSpec:
-            return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        def theirs(config: TransformerConfig, mlp: type[MLP]) -> ModuleSpec:
+            dense = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+            return mlp.transformer_engine_layer(dense)
 
         logger.info("layers: TransformerEngine's")
         return block_spec(config, mlp, vp_stage, converters, theirs, LayerNormImpl)

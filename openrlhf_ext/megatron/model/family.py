@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from openrlhf_ext.megatron.mlps import MLP
 from openrlhf_ext.megatron.mlps.dense import DenseMLP
 
 Split = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
@@ -25,7 +26,8 @@ class Rule:
     group: with fewer key-value heads than ranks Megatron gathers the projections), 'gate_up' cuts gate and up
     separately and stacks the pieces. 'qkv' and 'gate_up' take one HF tensor for each part, or one of all parts stacked;
     'replicated' stacks its tensors. ``rows`` are those of each part, ``columns`` None of a vector. A part whose name is
-    empty has no tensor, and is zero.
+    empty has no tensor, and is zero. ``expert``: whose parameter it is, None: not an expert's; experts are dealt over
+    ranks of their own, and 'gate_up' and 'row' cut theirs over ranks of their own.
     """
 
     parameter: str
@@ -33,11 +35,23 @@ class Rule:
     split: Split
     rows: tuple[Size, ...]
     columns: Size | None = None
+    expert: int | None = None
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether the rule stands for one of every expert (``at_expert``)."""
+        return "{expert}" in self.parameter
+
+    def at_expert(self, local: int, expert: int) -> Rule:
+        """The rule of one expert: ``local`` in Megatron's names, those of a rank, ``expert`` in the checkpoint's."""
+        names = tuple(name.replace("{expert}", str(expert)) for name in self.hf_names)
+        parameter = self.parameter.replace("{expert}", str(local))
+        return replace(self, parameter=parameter, hf_names=names, expert=expert)
 
     def at_layer(self, local: int, layer: int) -> Rule:
         """The rule of one layer: ``local`` in Megatron's names, ``layer`` in those of the checkpoint."""
-        names = tuple(name.format(layer=layer) for name in self.hf_names)
-        return replace(self, parameter=self.parameter.format(layer=local), hf_names=names)
+        names = tuple(name.replace("{layer}", str(layer)) for name in self.hf_names)
+        return replace(self, parameter=self.parameter.replace("{layer}", str(local)), hf_names=names)
 
     @property
     def axis(self) -> int:
@@ -56,12 +70,12 @@ _ATTENTION: dict[str, tuple[Split, tuple[Size, ...], Size | None]] = {
 }
 
 # what most families call the tensors of a layer
-LAYER: dict[str, tuple[str, ...]] = {
+ATTENTION: dict[str, tuple[str, ...]] = {
     "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
     "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
     "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
-    **DenseMLP.names,
 }
+LAYER = {**ATTENTION, **DenseMLP.names}
 QKV_BIAS = {"self_attention.linear_qkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv")}
 QK_NORM = {
     "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
@@ -91,7 +105,7 @@ class Family:
 
     model_type: str  # of ``config.json``
     critic_class: str  # of transformers, which reads an exported critic
-    mlp: type[DenseMLP] = DenseMLP
+    mlp: type[MLP] = DenseMLP
     layer: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: LAYER)
     layer_prefix: str = "model.layers.{layer}."  # stands before an HF name within a layer
     embedding: str = "model.embed_tokens.weight"

@@ -9,7 +9,7 @@ import math
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from openrlhf_ext.inputs import FILE_NAME, InputError, map_of, read_json, readin
 from openrlhf_ext.megatron.model.adapter import CONFIG, WEIGHTS
 from openrlhf_ext.megatron.model.folder import INDEX, SINGLE, require_tied_head
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.model.weight_map import HFTensor, Rule, hf_tensors, shard_shape
+from openrlhf_ext.megatron.model.weight_map import HFTensor, Rule, Shard, hf_tensors, shard_shape
 
 logger = logging.getLogger(__name__)
 
@@ -332,11 +332,12 @@ def require_value_head(shape: ModelShape, checkpoint: HFCheckpoint) -> None:
 
 
 def unaccounted_parameters(
-    rules: list[Rule], shape: ModelShape, parameters: Mapping[str, Tensor], size: int
+    rules: list[Rule], shape: ModelShape, parameters: Mapping[str, Tensor], held: Callable[[Rule], Shard]
 ) -> Problems:
-    """What keeps ``rules`` from filling every parameter of a chunk exactly once: kind of problem -> names."""
+    """What keeps ``rules`` from filling every parameter of a chunk exactly once: kind of problem -> names. ``held``:
+    the shard that the rank holds of a rule's parameter."""
     filled = Counter(rule.parameter for rule in rules)
-    wanted = {rule.parameter: shard_shape(rule, shape, size) for rule in rules}
+    wanted = {rule.parameter: shard_shape(rule, shape, held(rule).tp_size) for rule in rules}
     problems = {
         "parameters that no rule fills": [*(parameters.keys() - filled.keys())],
         "parameters that the model lacks": [*(filled.keys() - parameters.keys())],

@@ -9,7 +9,8 @@ holds, so that many parts travel together and no rank holds more above its own s
 - elsewhere each rank sends what it holds of the parts to rank 0 as one message (``HFExporter.gather``).
 
 Weights for engines may leave from several ranks at a time: then the ranks of a tensor-parallel group are among
-themselves, and their first one is what rank 0 is otherwise (``Ownership.streams``).
+themselves, and their first one is what rank 0 is otherwise (``Ownership.streams``). Those of a mixture leave by rank 0
+alone: its experts are held by ranks of other groups than all else.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,13 +79,15 @@ class Ownership:
     """Which rank gives which slice of which Hugging Face tensor; every entry is given by exactly one.
 
     ``tensors`` are in the order of ``hf_tensors``; ``streams``: the ranks that give something, ascending, of each set
-    of tensors that leaves by itself. There is one, with the ranks of the first replica, if at most one is asked for;
-    otherwise one for every pipeline stage, and for as many data- and context-parallel copies of it as
-    ``most_streams`` allows, each with a share of the stage's tensors. Rank 0 is the first of stream 0.
+    of tensors that leaves by itself. There is one, with the ranks of the first replica and the first copies of experts,
+    if at most one is asked for or the model is a mixture; otherwise one for every pipeline stage, and for as many data-
+    and context-parallel copies of it as ``most_streams`` allows, each with a share of the stage's tensors. Rank 0 is
+    the first of stream 0.
     """
 
     def __init__(self, shape: ModelShape, layout: ParallelLayout, most_streams: int = 1) -> None:
-        stages, size = layout.pipeline_parallel_size, layout.tensor_parallel_size
+        stages = layout.pipeline_parallel_size
+        most_streams = 1 if shape.num_experts else most_streams
         owned = [held for held in parameters(shape, layout) if held.gives]
         copies = max(1, min(most_streams // stages, layout.copies))
         entries = [sum(math.prod(whole) for whole in hf_shapes(held.rule, shape)) for held in owned]
@@ -95,31 +99,46 @@ class Ownership:
         places = [(stage, copies * before // totals[stage]) for stage, before in places]
         used = sorted(set(places), key=lambda place: place[::-1]) if most_streams > 1 else []
         self.tensors: dict[str, OwnedTensor] = {}
-        for (rule, stage, chunk, _), (_, copy) in zip(owned, places, strict=True):
-            replica, context = copy % layout.data_parallel_size, copy // layout.data_parallel_size
-            ranks = layout.ranks(stage=stage, context=context, replica=replica)
-            given = {rank: placement(rule, shape, Shard(layout.place(rank).tensor, size)) for rank in ranks}
+        for held, (stage, copy) in zip(owned, places, strict=True):
+            rule = held.rule
+            ranks = _holders(layout, stage, copy, held.share)
+            given = {rank: placement(rule, shape, Shard.of(rule, layout, layout.place(rank))) for rank in ranks}
             for number, (name, whole) in enumerate(zip(rule.hf_names, hf_shapes(rule, shape), strict=True)):
                 if not name:
                     continue  # a module without an adapter
                 found = {rank: tuple(p for p in pieces if p.tensor == number) for rank, pieces in given.items()}
                 slices = {rank: pieces for rank, pieces in found.items() if pieces}
                 stream = used.index((stage, copy)) if used else 0
-                self.tensors[name] = OwnedTensor(rule, chunk, number, whole, slices, stream)
+                self.tensors[name] = OwnedTensor(rule, held.chunk, number, whole, slices, stream)
         givers: list[set[int]] = [set() for _ in range(max(1, len(used)))]
         for tensor in self.tensors.values():
             givers[tensor.stream].update(tensor.slices)
         self.streams = tuple(tuple(sorted(ranks)) for ranks in givers)
+        # the givers' group: those of experts are in no other one together
+        self.is_of_all_ranks = bool(shape.num_experts)
 
 
-def own_shard() -> Shard:
+@cache
+def _holders(layout: ParallelLayout, stage: int, copy: int, share: int | None) -> tuple[int, ...]:
+    """Ranks that hold copy number ``copy`` of a parameter of the stage: of a share of the experts, or of none."""
+    if share is not None:
+        return layout.ranks(stage=stage, expert=share, expert_replica=copy)
+    replica, context = copy % layout.data_parallel_size, copy // layout.data_parallel_size
+    return layout.ranks(stage=stage, context=context, replica=replica)
+
+
+def own_shard(rule: Rule) -> Shard:
+    if rule.expert is not None:
+        group = parallel_state.get_expert_tensor_parallel_group()
+        return Shard(group.rank(), group.size())
     return Shard(parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size())
 
 
 def model_rules(model: HiddenStateGPTModel, shape: ModelShape) -> list[Rule]:
     offset = get_transformer_layer_offset(model.config, getattr(model, "vp_stage", None))
     layers = range(offset, offset + len(model.decoder.layers))
-    return stage_rules(shape, layers, model.pre_process, model.post_process)
+    experts = parallel_state.get_expert_model_parallel_group()
+    return stage_rules(shape, layers, model.pre_process, model.post_process, experts.size(), experts.rank())
 
 
 def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str | Path) -> None:
@@ -133,7 +152,7 @@ def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str 
     new_head, problems = new_value_head(shape, checkpoint), unaccounted_tensors(checkpoint, shape)
     for chunk in chunks:
         rules, named = model_rules(chunk, shape), parameters_of(chunk, shape)
-        for what, names in unaccounted_parameters(rules, shape, named, own_shard().tp_size).items():
+        for what, names in unaccounted_parameters(rules, shape, named, own_shard).items():
             problems.setdefault(what, []).extend(names)
     if problems:
         raise WeightMapError(f"{path}: {describe(problems)}")
@@ -157,7 +176,7 @@ def fill_rules(
         named = parameters_of(chunk, shape)
         for rule in model_rules(chunk, shape):
             if (read := values(rule)) is not None:
-                _fill(named[rule.parameter], rule, read, shard_runs(rule, shape, own_shard()))
+                _fill(named[rule.parameter], rule, read, shard_runs(rule, shape, own_shard(rule)))
 
 
 def parameters_of(chunk: HiddenStateGPTModel, shape: ModelShape) -> dict[str, torch.nn.Parameter]:
@@ -215,7 +234,10 @@ class HFExporter:
         self._group = (
             parallel_state.get_model_parallel_group() if alone else parallel_state.get_tensor_model_parallel_group()
         )
-        self._is_connected = len(self._givers) == 1
+        if ownership.is_of_all_ranks:
+            self._group = dist.group.WORLD
+        # the group of all ranks has had its first call long ago
+        self._is_connected = len(self._givers) == 1 or ownership.is_of_all_ranks
         self._known_pieces: dict[tuple[Part, int], list[Piece]] = {}
         held = [dict(chunk.named_parameters()) for chunk in chunks]
         self._own: dict[str, torch.nn.Parameter] = {

@@ -22,7 +22,7 @@ from openrlhf_ext.inputs import (
     similar_path,
 )  # fmt: skip
 from openrlhf_ext.megatron.families import family_of
-from openrlhf_ext.megatron.mlps.dense import DenseMLP
+from openrlhf_ext.megatron.mlps import MLP
 from openrlhf_ext.megatron.model.family import Family, rope_settings, rope_type
 from openrlhf_ext.megatron.model.folder import require_one_model
 
@@ -50,13 +50,18 @@ class ModelShape:
     # not of the decoder, but of low-rank adapters of these modules of it (``adapter_shape``); 0: of the decoder
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
+    # of a mixture, whose ``ffn_hidden_size`` is that of an expert (``mlps.moe``)
+    num_experts: int = 0
+    experts_per_token: int = 0
+    renormalizes: bool = False
+    shared_ffn_hidden_size: int = 0
 
     @property
     def family(self) -> Family:
         return family_of(self.model_type)
 
     @cached_property
-    def mlp(self) -> DenseMLP:
+    def mlp(self) -> MLP:
         """The MLP of each layer."""
         kind = self.family.mlp
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
@@ -136,6 +141,7 @@ def _required(family: Family) -> dict[str, Kind]:
     return {
         "num_hidden_layers": _up_to(2**10), "hidden_size": _up_to(2**18), **own, "num_attention_heads": _up_to(2**12),
         "vocab_size": _up_to(2**22), "rms_norm_eps": NUMBER, "rope_theta": NUMBER, "tie_word_embeddings": FLAG,
+        **{entry: FLAG for entry in family.mlp.flags.values()},
     }  # fmt: skip
 
 
@@ -180,6 +186,7 @@ def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
         **{field: config[entry] for field, (entry, _) in family.mlp.entries.items()},
+        **{field: config[entry] for field, entry in family.mlp.flags.items()},
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,

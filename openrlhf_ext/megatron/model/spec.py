@@ -44,8 +44,9 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from openrlhf_ext.megatron.layers import LayerConverter
-from openrlhf_ext.megatron.mlps.dense import DenseMLP
-from openrlhf_ext.megatron.step.batch import SharedPrompts
+from openrlhf_ext.megatron.mlps import MLP
+from openrlhf_ext.megatron.model.experts import RoutedLayer
+from openrlhf_ext.megatron.step.batch import Routing, SharedPrompts
 
 
 class _GatherRanks(torch.autograd.Function):
@@ -269,6 +270,7 @@ class PackedSequences(PackedSeqParams):
     slots: tuple[int, ...]  # length of each sequence's slot, on the host, because reading it from the device stalls
     boundaries: Tensor  # (sequences + 1,) int32 where the slots begin and end, on the device that computes
     shared: SharedPrompts | None = None  # slots and boundaries are of whole sequences, what comes may be less
+    routing: Routing | None = None  # of a mixture of experts
 
     @cached_property
     def rows(self) -> PaddedRows:
@@ -337,7 +339,7 @@ class CausalAttention(torch.nn.Module):
         return out if whole is None else whole.take(out)
 
 
-def layer_spec(config: TransformerConfig, mlp: type[DenseMLP]) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, mlp: type[MLP]) -> ModuleSpec:
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
@@ -348,20 +350,20 @@ def layer_spec(config: TransformerConfig, mlp: type[DenseMLP]) -> ModuleSpec:
         ),
     )  # fmt: skip
     return ModuleSpec(
-        module=TransformerLayer,
+        module=RoutedLayer if mlp.is_mixture else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             self_attention=attention, self_attn_bda=get_bias_dropout_add, mlp_bda=get_bias_dropout_add,
-            **mlp.submodules(NormColumnParallelLinear, RowParallelLinear),
+            **mlp.submodules(RMSNorm, NormColumnParallelLinear, ColumnParallelLinear, RowParallelLinear),
         ),
     )  # fmt: skip
 
 
 def block_spec(
     config: TransformerConfig,
-    mlp: type[DenseMLP],
+    mlp: type[MLP],
     vp_stage: int | None = None,
     converters: Sequence[LayerConverter] = (),
-    layer: Callable[[TransformerConfig, type[DenseMLP]], ModuleSpec] = layer_spec,
+    layer: Callable[[TransformerConfig, type[MLP]], ModuleSpec] = layer_spec,
     norm: type = RMSNorm,
 ) -> TransformerBlockSubmodules:
     first = get_transformer_layer_offset(config, vp_stage)

@@ -2,7 +2,8 @@
 
 A ``Rule`` of the family says which HF tensors make one Megatron parameter. How that is put together and cut over the
 tensor-parallel ranks is a list of ``Run`` (consecutive rows of an HF tensor); loading, exporting and the proof that
-every element has exactly one place (``tools.plan``) all read the same runs.
+every element has exactly one place (``tools.plan``) all read the same runs. The experts of a mixture are dealt over
+ranks first, as many to each as come one after the other, and each expert is cut over the ranks that share it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from torch import Tensor
 
-from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.layout import ParallelLayout, RankPlace
 from openrlhf_ext.megatron.model.adapter import Adapter, module_name
 from openrlhf_ext.megatron.model.family import Rule, Size
 from openrlhf_ext.megatron.model.shape import ModelShape
@@ -67,14 +68,18 @@ def adapter_rules(rules: Iterable[Rule], targets: Collection[str]) -> Iterator[R
         yield replace(rule, parameter=b, hf_names=present, columns="adapter")
 
 
-def stage_rules(shape: ModelShape, layers: range, first: bool, last: bool) -> list[Rule]:
-    """Rules of one model chunk that holds the global ``layers``; parameters named as in that chunk's model."""
+def stage_rules(
+    shape: ModelShape, layers: range, first: bool, last: bool, shares: int = 1, share: int | None = None
+) -> list[Rule]:
+    """Rules of one model chunk that holds the global ``layers``; parameters named as in that chunk's model. Of the
+    experts, dealt into ``shares``, those of one share, or of all, each as the rank names it that holds it."""
     if shape.adapter_rank:
-        decoder = stage_rules(replace(shape, adapter_rank=0), layers, first=False, last=False)
+        decoder = stage_rules(replace(shape, adapter_rank=0), layers, first=False, last=False, shares=shares)
         return list(adapter_rules(decoder, shape.adapter_targets))
     family = shape.family
     rules = [family.embedding_rule] if first else []
-    rules += [rule.at_layer(i, layer) for i, layer in enumerate(layers) for rule in family.layer_rules]
+    of_layer = list(_layer_rules(shape, shares, share))
+    rules += [rule.at_layer(i, layer) for i, layer in enumerate(layers) for rule in of_layer]
     if last:
         rules.append(family.final_norm_rule)
         if shape.value_head is not None:
@@ -86,23 +91,38 @@ def stage_rules(shape: ModelShape, layers: range, first: bool, last: bool) -> li
     return rules
 
 
+def _layer_rules(shape: ModelShape, shares: int, share: int | None) -> Iterator[Rule]:
+    """Those of a decoder layer, for every expert one after the other."""
+    each = shape.num_experts // shares
+    numbers = range(shape.num_experts) if share is None else range(share * each, (share + 1) * each)
+    for of_experts, rules in groupby(shape.family.layer_rules, key=lambda rule: rule.is_of_experts):
+        together = list(rules)
+        if of_experts:
+            yield from (rule.at_expert(number % each, number) for number in numbers for rule in together)
+        else:
+            yield from together
+
+
 class Held(NamedTuple):
-    """A parameter of a stage's model chunk: each tensor-parallel rank of the stage holds a shard of it, and all copies
-    hold the same shards. ``gives``: this stage exports it (tied embeddings are on two stages, and the first one exports
-    them)."""
+    """A parameter of a stage's model chunk: each rank of the stage that shares it holds a shard of it, and all copies
+    hold the same shards. ``share``: which share of the experts it belongs to, None: none. ``gives``: this stage exports
+    it (tied embeddings are on two stages, and the first one exports them)."""
 
     rule: Rule
     stage: int
     chunk: int
+    share: int | None
     gives: bool
 
 
 def parameters(shape: ModelShape, layout: ParallelLayout) -> Iterator[Held]:
     """All parameters of the model in HF order, each with the stage and chunk that hold it."""
+    shares = layout.expert_parallel_size
     for (stage, chunk), layers in layout.chunk_layers(shape.num_layers).items():
         first, last = layers.start == 0, layers.stop == shape.num_layers
-        for rule in stage_rules(shape, layers, first, last):
-            yield Held(rule, stage, chunk, first or shape.family.embedding not in rule.hf_names)
+        for rule in stage_rules(shape, layers, first, last, shares):
+            share = None if rule.expert is None else rule.expert * shares // shape.num_experts
+            yield Held(rule, stage, chunk, share, first or shape.family.embedding not in rule.hf_names)
 
 
 @cache
@@ -190,10 +210,18 @@ def _in_stack(rule: Rule, run: Run, starts: Sequence[int]) -> Run:
 
 @dataclass(frozen=True)
 class Shard:
-    """Number ``tp`` of the ``tp_size`` shards of a parameter that tensor-parallel ranks hold."""
+    """Number ``tp`` of the ``tp_size`` shards of a parameter that tensor-parallel ranks hold, or those that share an
+    expert."""
 
     tp: int = 0
     tp_size: int = 1
+
+    @classmethod
+    def of(cls, rule: Rule, layout: ParallelLayout, place: RankPlace) -> Shard:
+        """The one that the rank at a place holds."""
+        if rule.expert is None:
+            return cls(place.tensor, layout.tensor_parallel_size)
+        return cls(place.expert_tensor, layout.expert_tensor)
 
 
 def shard_runs(rule: Rule, shape: ModelShape, shard: Shard) -> list[Run]:

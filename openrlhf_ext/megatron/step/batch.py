@@ -15,7 +15,7 @@ the first response token of its own sequence: the pack holds the prompt once, an
 
 Shape suffixes: B = sequences, M = tokens of all sequences (prompts and responses), R = ranges of response tokens, N =
 response tokens of all (of a pack: that this rank predicts), P = tokens of the whole pack (with every prompt as often as
-there are sequences), L = those that this rank computes, X = those of shared prompts.
+there are sequences), L = those that this rank computes, X = those of shared prompts, Y = layers, K = experts of a token.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class SequenceBatch:
     lengths_B: Tensor  # int64, tokens of each sequence
     ranges_R2: Tensor  # int64, [start, stop) of response tokens in their sequence, 1 or more, ascending
     ranges_B: Tensor  # int64, how many ranges each sequence has
+    experts_MYK: Tensor | None = None  # uint8 or int16, which experts each token goes to; a last token's are not read
 
     def __len__(self) -> int:
         return len(self.lengths_B)
@@ -117,6 +118,7 @@ class SequenceBatch:
             self.lengths_B[index],
             self._ranges.take(self.ranges_R2, rows),
             self.ranges_B[index],
+            None if self.experts_MYK is None else self.sequences.take(self.experts_MYK, rows),
         )
 
     @classmethod
@@ -195,6 +197,17 @@ class SharedPrompts:
         return SharedPrompts(computed_P, kept_L, prompts_X, copies, self.copy_counts)
 
 
+class Routing(NamedTuple):
+    """What the routers of a mixture of experts are told of the tokens that this rank computes (of its piece of them
+    under sequence parallelism): which count in metrics, and the experts of each, if they are given."""
+
+    counted_L: Tensor  # bool: not padding, nor, where experts are given, a last token
+    experts_LYK: Tensor | None  # uint8 or int16
+
+    def to(self, device: torch.device) -> Routing:
+        return Routing(*(None if tensor is None else _moved(tensor, device) for tensor in self))
+
+
 @dataclass(frozen=True)
 class PackedBatch:
     """A micro-batch as this rank computes it, its N response tokens (under context parallelism perhaps none) in the
@@ -212,6 +225,7 @@ class PackedBatch:
     slots: tuple[int, ...]  # length of each slot in the whole pack
     piece_counts: tuple[int, ...]  # how many of the N hidden states are in each piece of this rank's L tokens
     shared: SharedPrompts | None  # None: every sequence has its prompt for itself
+    routing: Routing | None  # None: of a dense model
 
     @property
     def response_tokens(self) -> int:
@@ -221,19 +235,21 @@ class PackedBatch:
         tensors: dict[str, Any] = {
             name: _moved(value, device) for name, value in vars(self).items() if torch.is_tensor(value)
         }
-        return replace(self, **tensors, shared=self.shared and self.shared.to(device))
+        routing = None if self.routing is None else self.routing.to(device)
+        return replace(self, **tensors, shared=self.shared and self.shared.to(device), routing=routing)
 
 
 @dataclass(frozen=True)
 class PackShape:
     """What the lengths of a pack must be multiples of. ``pieces``: those of a rank's share of the pack, each a multiple
     of ``piece_unit`` tokens: the tensor-parallel size under sequence parallelism, else 1. ``shares_prompts``: a prompt
-    of several sequences is computed once."""
+    of several sequences is computed once. ``experts``: of each of the model's layers, 0 of a dense model."""
 
     context_parallel_size: int = 1
     pieces: int = 1
     piece_unit: int = 1
     shares_prompts: bool = False
+    experts: int = 0
 
     @property
     def unit(self) -> int:
@@ -276,9 +292,11 @@ class TokenCount:
 
 
 def pack(
-    batch: SequenceBatch, shape: PackShape, *, first_row: int = 0, first_token: int = 0, context_parallel_rank: int = 0
+    batch: SequenceBatch, shape: PackShape, *, first_row: int = 0, first_token: int = 0, context_parallel_rank: int = 0,
+    piece: int = 0,
 ) -> PackedBatch:
-    """Packs the sequences of a micro-batch; ``first_row``, ``first_token``: rows and response tokens before it."""
+    """Packs the sequences of a micro-batch; ``first_row``, ``first_token``: rows and response tokens before it;
+    ``piece``: which of the pieces of its share this rank has."""
     repeated = shape.repeated(batch, range(len(batch)))
     slots = shape.slots(batch.lengths_B.tolist(), sum(repeated))
     ends = list(itertools.accumulate(slots, initial=0))
@@ -292,7 +310,7 @@ def pack(
     place_P = torch.full_like(tokens_P, -1).scatter_(0, mine_L, torch.arange(len(mine_L)))
     hidden = place_P[batch.responses.spread(starts_B) + batch.predict_N]
     here = hidden >= 0
-    piece = torch.div(hidden[here], len(mine_L) // shape.pieces, rounding_mode="floor")
+    pieces = torch.div(hidden[here], len(mine_L) // shape.pieces, rounding_mode="floor")
     return PackedBatch(
         packed_L=tokens_P[mine_L],
         positions_L=positions_P[mine_L],
@@ -303,9 +321,28 @@ def pack(
         tokens=slice(first_token, first_token + len(hidden)),
         boundaries=torch.tensor(ends, dtype=torch.int32),
         slots=slots,
-        piece_counts=tuple(torch.bincount(piece, minlength=shape.pieces).tolist()),
+        piece_counts=tuple(torch.bincount(pieces, minlength=shape.pieces).tolist()),
         shared=shared,
+        routing=_routing(batch, shape.experts, starts_B, mine_L.chunk(shape.pieces)[piece]) if shape.experts else None,
     )
+
+
+def _routing(batch: SequenceBatch, experts: int, starts_B: Tensor, mine_L: Tensor) -> Routing:
+    """Of the tokens at these places of the whole pack. Of a shared prompt they are those of its first row."""
+    places_M = batch.sequences.block(slice(None)).positions(starts_B)
+    if batch.experts_MYK is None:
+        return Routing(torch.isin(mine_L, places_M) & (batch.responses.tokens > 0), None)
+    # engines tell the experts of all tokens but the last; where nothing is told, tokens are spread over all experts
+    counted_M = torch.ones(len(places_M), dtype=torch.bool)
+    counted_M[torch.from_numpy(batch.sequences.bounds[1:]) - 1] = False
+    source_P = torch.full((max(int(mine_L.max()), int(places_M.max())) + 1,), -1)
+    source_P[places_M[counted_M]] = counted_M.nonzero().squeeze(1)
+    source_L = source_P[mine_L]
+    counted_L, (_, layers, chosen) = source_L >= 0, batch.experts_MYK.shape
+    spread_LK = (mine_L[:, None] * chosen + torch.arange(chosen)) % experts
+    experts_LYK = spread_LK.to(batch.experts_MYK.dtype)[:, None].repeat(1, layers, 1)
+    experts_LYK[counted_L] = batch.experts_MYK[source_L[counted_L]]
+    return Routing(counted_L, experts_LYK)
 
 
 def share_prompts(batch: SequenceBatch, ends: Sequence[int], repeated: Sequence[int]) -> SharedPrompts:

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
+from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.options.sections.models import Actor, Megatron, Optimizer
 
 # OpenRLHF's (transformers') schedule names -> Megatron's decay style
@@ -24,7 +25,7 @@ DECAY_STYLES = {
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
-GROUPS = ("embedding", "attention", "mlp", "norms", "head")
+GROUPS = ("embedding", "attention", "mlp", "router", "experts", "norms", "head")
 
 
 class NonFiniteUpdateError(FloatingPointError):
@@ -105,24 +106,26 @@ def group_of(name: str) -> str:
     """The group of a parameter. A tied embedding is 'embedding' and also stands for the head."""
     if "layernorm" in name or "layer_norm" in name:
         return "norms"
-    for group, part in (("embedding", "embedding."), ("head", "output_layer."), ("attention", ".self_attention.")):
+    for group, part in (
+        ("embedding", "embedding."), ("head", "output_layer."), ("attention", ".self_attention."),
+        ("router", ".mlp.router."), ("experts", ".mlp.experts."), ("mlp", ".mlp."),
+    ):  # fmt: skip
         if part in name:
             return group
-    if ".mlp." in name:
-        return "mlp"
     raise ValueError(f"parameter {name} belongs to none of the groups {GROUPS}")
 
 
 @torch.no_grad()
-def gradient_squares(models: Sequence[DistributedDataParallel], copy: int) -> tuple[Tensor, Tensor]:
+def gradient_squares(
+    models: Sequence[DistributedDataParallel], layout: ParallelLayout, rank: int
+) -> tuple[Tensor, Tensor]:
     """fp64 (groups,) squared norms of this rank's share of the gradients that the next update will use, before
-    clipping, and whether it has any of the group: to be added up over all ranks for ``gradient_norms``. ``copy``: which
-    one of the models' parameters this rank holds (``ParallelLayout.copy``)."""
+    clipping, and whether it has any of the group: to be added up over all ranks for ``gradient_norms``."""
     device = models[0].buffers[0].grad_data.device
     squares = torch.zeros(len(GROUPS), dtype=torch.float64, device=device)
     gradients: dict[str, list[Tensor]] = {group: [] for group in GROUPS}
     for model in models:
-        for name, gradient in _counted_gradients(model, copy):
+        for name, gradient in _counted_gradients(model, layout, rank):
             gradients[group_of(name)].append(gradient)
     for i, group in enumerate(GROUPS):
         if gradients[group]:
@@ -138,13 +141,15 @@ def gradient_norms(squares: Sequence[float], present: Sequence[float]) -> dict[s
     return {f"grad_norm/{group}": math.sqrt(square) for group, square, ranks in found if ranks}
 
 
-def _counted_gradients(model: DistributedDataParallel, copy: int) -> Iterator[tuple[str, Tensor]]:
+def _counted_gradients(
+    model: DistributedDataParallel, layout: ParallelLayout, rank: int
+) -> Iterator[tuple[str, Tensor]]:
     """(parameter, gradient) of what this rank counts: no other rank counts the same elements."""
     names = {parameter: name for name, parameter in model.module.named_parameters()}
     sharded = model.ddp_config.use_distributed_optimizer
-    if not sharded and copy != 0:
-        return
-    for buffer in [*model.buffers, *model.expert_parallel_buffers]:
+    copies = [(buffer, layout.copy(rank)) for buffer in model.buffers]
+    copies += [(buffer, layout.place(rank).expert_replica) for buffer in model.expert_parallel_buffers]
+    for buffer in [buffer for buffer, copy in copies if sharded or copy == 0]:
         for parameter, (start, stop, bucket) in buffer.param_index_map.items():
             if not (param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)):
                 continue

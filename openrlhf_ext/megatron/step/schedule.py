@@ -265,9 +265,10 @@ class Schedule:
 
     def _parts(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> Iterator[PackedBatch]:
         rank, row, token = parallel_state.get_context_parallel_rank(), 0, 0
+        piece = parallel_state.get_tensor_model_parallel_rank() if self.config.sequence_parallel else 0
         for rows in plan:
             part = batch.select(rows) if rows else SequenceBatch.padding_row()
-            place = {"first_row": row, "first_token": token, "context_parallel_rank": rank}
+            place = {"first_row": row, "first_token": token, "context_parallel_rank": rank, "piece": piece}
             yield pack(part, self._pack_shape, **place).to(self.device)
             row, token = row + len(rows), token + part.responses.tokens
 
@@ -275,7 +276,9 @@ class Schedule:
     def _pack_shape(self) -> PackShape:
         pieces = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         unit = math.lcm(*(converter.piece_unit(pieces) for converter in self._model.settings.converters))
-        return PackShape(self.config.context_parallel_size, pieces, unit, self._costs.shares_prompts)
+        return PackShape(
+            self.config.context_parallel_size, pieces, unit, self._costs.shares_prompts, self._model.shape.num_experts
+        )
 
     def _count_pieces(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> list[int]:
         """Tokens of every micro-batch on one rank, and in all of them for ``counted``."""

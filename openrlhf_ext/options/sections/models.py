@@ -316,6 +316,11 @@ class Megatron(Section):
         ge=1, default_text="as many as the others")
     context_parallel_size: Int = added(1,
         "ranks that share every sequence; each holds two pieces of it (equal work under a causal mask)", ge=1)
+    expert_parallel_size: Int = added(1,
+        "ranks of a pipeline stage that a mixture's experts are dealt over (docs/layouts.md)", ge=1)
+    expert_tensor_parallel_size: Int | None = added(None,
+        "ranks that share each expert", ge=1,
+        default_text="1 with megatron.expert_parallel_size above 1, else megatron.tensor_parallel_size")
     virtual_pipeline_size: Int = added(1,
         "model chunks per pipeline stage (interleaved schedule: a smaller bubble, more messages)", ge=1)
     sequence_parallel_enable: bool = added(False,
@@ -334,9 +339,9 @@ class Megatron(Section):
     recompute: Literal["none", "selective", "full"] = added("none",
         "activations recomputed in the backward pass: none, selective (those of megatron.recompute_modules), or full "
         "(those of whole layers: least memory, about 1/3 more compute)")
-    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = added(("core_attn",),
+    recompute_modules: tuple[Literal["core_attn", "mlp", "moe"], ...] = added(("core_attn",),
         "parts of a layer recomputed with megatron.recompute selective: core_attn (saves memory only where attention "
-        "keeps its scores, which flash and cuDNN attention do not), mlp")
+        "keeps its scores, which flash and cuDNN attention do not), mlp of a dense model, moe of a mixture of experts")
     recompute_method: Literal["uniform", "block"] = added("uniform",
         "with megatron.recompute full: uniform = keep only the input of every megatron.recompute_num_layers layers, "
         "block = recompute the first megatron.recompute_num_layers layers of each model chunk, keep all of the others")
@@ -363,7 +368,7 @@ class Megatron(Section):
     def violations(self) -> Iterator[Violation]:
         if self.recompute == "selective" and not self.recompute_modules:
             yield Violation(("megatron.recompute_modules", "megatron.recompute"),
-                "megatron.recompute selective needs megatron.recompute_modules: got none; name core_attn, mlp or both, "
+                "megatron.recompute selective needs megatron.recompute_modules: got none; name core_attn, mlp or moe, "
                 "or set megatron.recompute none")
         yield from self._overlap_violations()
 

@@ -1,0 +1,141 @@
+"""A mixture of experts: of every token's router logits the largest ``experts_per_token`` choose as many experts, whose
+outputs are weighted by a softmax. Each expert is a dense MLP of width ``ffn_hidden_size``. ``SharedMoE`` has one more,
+which sees every token, times the sigmoid of its gate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from openrlhf_ext.megatron.mlps import MLP
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+
+@dataclass(frozen=True)
+class MoE(MLP):
+    ffn_hidden_size: int
+    num_experts: int
+    experts_per_token: int
+    renormalizes: bool  # the weights of the chosen experts add up to 1
+
+    entries: ClassVar[dict[str, tuple[str, int]]] = {
+        "ffn_hidden_size": ("moe_intermediate_size", 2**20),
+        "num_experts": ("num_experts", 2**12),
+        "experts_per_token": ("num_experts_per_tok", 2**8),
+    }
+    is_mixture: ClassVar[bool] = True
+    flags: ClassVar[dict[str, str]] = {"renormalizes": "norm_topk_prob"}
+    parameters: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "pre_mlp_layernorm.weight": ("replicated", ("hidden",), None),
+        "mlp.router.weight": ("replicated", ("experts",), "hidden"),
+        "mlp.experts.linear_fc1.weight{expert}": ("gate_up", ("ffn", "ffn"), "hidden"),
+        "mlp.experts.linear_fc2.weight{expert}": ("row", ("hidden",), "ffn"),
+    }
+    names: ClassVar[dict[str, tuple[str, ...]]] = {
+        "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
+        "mlp.router.weight": ("mlp.gate.weight",),
+        "mlp.experts.linear_fc1.weight{expert}": (
+            "mlp.experts.{expert}.gate_proj.weight",
+            "mlp.experts.{expert}.up_proj.weight",
+        ),
+        "mlp.experts.linear_fc2.weight{expert}": ("mlp.experts.{expert}.down_proj.weight",),
+    }
+
+    @staticmethod
+    def problems(config: Mapping[str, Any]) -> Iterator[str]:
+        yield from MLP.problems(config)
+        if config["num_experts_per_tok"] > config["num_experts"]:
+            yield (
+                f"num_experts_per_tok must not exceed num_experts, got {config['num_experts_per_tok']} of "
+                f"{config['num_experts']}"
+            )
+        if config["num_experts_per_tok"] == 1 and config["norm_topk_prob"]:
+            yield "num_experts_per_tok must be at least 2 with norm_topk_prob, whose one weight is always 1, got 1"
+        # transformers: layer i has a dense MLP if it is named here, or if i + 1 is no multiple of the step
+        if config.get("mlp_only_layers"):
+            yield f"mlp_only_layers must be empty, all layers being alike, got {config['mlp_only_layers']}"
+        if config.get("decoder_sparse_step", 1) != 1:
+            yield f"decoder_sparse_step must be 1, all layers being alike, got {config['decoder_sparse_step']}"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"ffn": self.ffn_hidden_size, "experts": self.num_experts}
+
+    @property
+    def divided(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def token_weights(self) -> int:
+        return self.hidden_size * (self.num_experts + 3 * self.experts_per_token * self.ffn_hidden_size)
+
+    def activation_bytes(self, tokens: int, tensor_parallel_size: int, entry: int, linear_input: int) -> int:
+        raise NotImplementedError("memory of a mixture's activations is not estimated yet")
+
+    def megatron_arguments(self) -> dict[str, Any]:
+        from torch.nn.functional import silu
+
+        return {
+            "gated_linear_unit": True, "activation_func": silu, "ffn_hidden_size": self.ffn_hidden_size,
+            "moe_ffn_hidden_size": self.ffn_hidden_size, "num_moe_experts": self.num_experts,
+            "moe_router_topk": self.experts_per_token, "moe_router_score_function": "softmax",
+            # a softmax of the chosen logits is that of all, renormalized
+            "moe_router_pre_softmax": not self.renormalizes,
+            "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall",
+        }  # fmt: skip
+
+    @staticmethod
+    def submodules(norm: type, norm_linear: type, column_linear: type, row_linear: type) -> dict[str, Any]:
+        from openrlhf_ext.megatron.model.experts import mixture_spec, plain_linears
+
+        return {"pre_mlp_layernorm": norm, "mlp": mixture_spec(plain_linears(), column_linear, row_linear)}
+
+    @classmethod
+    def transformer_engine_layer(cls, layer: ModuleSpec) -> ModuleSpec:
+        from openrlhf_ext.megatron.model.experts import with_transformer_engine_mixture
+
+        return with_transformer_engine_mixture(layer)
+
+
+@dataclass(frozen=True)
+class SharedMoE(MoE):
+    shared_ffn_hidden_size: int
+
+    entries: ClassVar[dict[str, tuple[str, int]]] = {
+        **MoE.entries,
+        "shared_ffn_hidden_size": ("shared_expert_intermediate_size", 2**20),
+    }
+    parameters: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **MoE.parameters,
+        "mlp.shared_experts.gate_weight": ("replicated", ("one",), "hidden"),
+        "mlp.shared_experts.linear_fc1.weight": ("gate_up", ("shared_ffn", "shared_ffn"), "hidden"),
+        "mlp.shared_experts.linear_fc2.weight": ("row", ("hidden",), "shared_ffn"),
+    }
+    names: ClassVar[dict[str, tuple[str, ...]]] = {
+        **MoE.names,
+        "mlp.shared_experts.linear_fc1.weight": (
+            "mlp.shared_expert.gate_proj.weight",
+            "mlp.shared_expert.up_proj.weight",
+        ),
+        "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_expert.down_proj.weight",),
+        "mlp.shared_experts.gate_weight": ("mlp.shared_expert_gate.weight",),
+    }
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes, "shared_ffn": self.shared_ffn_hidden_size}
+
+    @property
+    def divided(self) -> dict[str, int]:
+        return {"shared expert's width": self.shared_ffn_hidden_size}
+
+    @property
+    def token_weights(self) -> int:
+        return super().token_weights + self.hidden_size * (1 + 3 * self.shared_ffn_hidden_size)
+
+    def megatron_arguments(self) -> dict[str, Any]:
+        more = {"moe_shared_expert_intermediate_size": self.shared_ffn_hidden_size, "moe_shared_expert_gate": True}
+        return {**super().megatron_arguments(), **more}

@@ -1,0 +1,235 @@
+"""Mixtures of experts as modules of a Megatron ``ModuleSpec``: a router that takes the experts of a micro-batch where
+these are given, and counts; experts in plain torch for machines without TransformerEngine, under its parameter names.
+
+Which experts a token goes to is given with the micro-batch that a layer is called with (``Routing``), never left
+somewhere for the next call: under pipeline parallelism and recomputation the next call is another micro-batch's, and
+megatron-core's own ``RouterReplay``, a queue of the class, then gives gradients that are wrong without any error.
+
+Shape suffixes: L = tokens of the pack on this rank, E = experts, K = experts of a token, Y = layers of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from openrlhf_ext.megatron.step.batch import Routing
+
+_SUMS = ("entropy", "tokens", "given", "changed")
+
+
+class _Choice:
+    """What Megatron's router asks for the experts (megatron-core 0.16.1 transformer/moe/moe_utils.py,
+    ``topk_routing_with_score_function``). The weights of given experts are the scores that the router gives them now,
+    through which its gradient flows."""
+
+    def __init__(self) -> None:
+        self.given_LK: Tensor | None = None
+        self.changed_L: Tensor | None = None
+
+    def get_replay_topk(
+        self, scores_LE: Tensor, topk: int, num_groups: Any, group_topk: Any, compute_topk: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        self.changed_L = None
+        if self.given_LK is None:
+            return compute_topk(scores_LE, topk, num_groups=num_groups, group_topk=group_topk)
+        own_LK = scores_LE.detach().topk(topk, -1).indices
+        self.changed_L = (own_LK.sort(-1).values != self.given_LK.sort(-1).values).any(-1)
+        return scores_LE.gather(1, self.given_LK), self.given_LK
+
+
+class Router(TopKRouter):
+    """Chooses experts, or takes those that it is told, and adds up what metrics are made of."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        super().__init__(config, pg_collection)
+        self.told: Routing | None = None
+        self._sums: Tensor | None = None  # (E + sums,) fp64
+        self.router_replay = _Choice()
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        choice, told = self.router_replay, self.told
+        choice.given_LK = None
+        if told is not None and told.experts_LYK is not None:
+            choice.given_LK = told.experts_LYK[:, self.layer_number - 1].long()
+        probs_LE, chosen_LE = super().routing(logits, padding_mask)
+        # once for every pass that trains: where activations are recomputed, the first time is without gradients
+        if told is not None and self.training and torch.is_grad_enabled():
+            self._count(logits.detach().flatten(0, -2), chosen_LE, told.counted_L, choice.changed_L)
+        return probs_LE, chosen_LE
+
+    @torch.no_grad()
+    def _count(self, logits_LE: Tensor, chosen_LE: Tensor, counted_L: Tensor, changed_L: Tensor | None) -> None:
+        counted = counted_L.double()
+        entropy_L = torch.special.entr(logits_LE.softmax(-1, torch.float32)).sum(-1)
+        tokens = counted.sum()
+        given, changed = (tokens, counted @ changed_L.double()) if changed_L is not None else (0 * tokens, 0 * tokens)
+        sums = torch.cat([counted @ chosen_LE.double(), torch.stack([counted @ entropy_L.double(), tokens, given, changed])])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def take_sums(self) -> Tensor | None:
+        sums, self._sums = self._sums, None
+        return sums
+
+
+class Mixture(MoELayer):
+    """Megatron's mixture, whose recomputation keeps what the router was told."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._is_recomputed, self.moe_layer_recompute = self.moe_layer_recompute, False
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if not (self._is_recomputed and self.training):
+            return super().forward(hidden_states, *args, **kwargs)
+        told = self.router.told
+
+        def compute(hidden: Tensor) -> Tensor:
+            self.router.told = told
+            return super(Mixture, self).forward(hidden)[0]
+
+        return checkpoint(compute, False, hidden_states), None
+
+
+class RoutedLayer(TransformerLayer):
+    """Tells its router what the micro-batch says of experts; also when it is recomputed as a whole."""
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        self.mlp.router.told = packed_seq_params.routing
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+
+# ---- experts in plain torch -----------------------------------------------------------------------------------------
+
+
+class GroupedLinear(torch.nn.Module):
+    """One linear for each of this rank's experts, whose tokens come one expert after the other; parameter names and
+    checkpoint of TransformerEngine's. Its rows are cut over the ranks that share an expert."""
+
+    axis = 0
+
+    def __init__(
+        self, gemms: int, input_size: int, output_size: int, *, config: TransformerConfig,
+        pg_collection: ProcessGroupCollection, **_: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._groups = pg_collection
+        shape = [output_size, input_size]
+        shape[self.axis] //= pg_collection.expt_tp.size()
+        for number in range(gemms):
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+            # Megatron's marks: reduced over the expert's own replicas, and counted on every rank
+            weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+            set_tensor_model_parallel_attributes(weight, True, self.axis, 1)
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, tokens: Tensor, tokens_per_expert: Sequence[int]) -> tuple[Tensor, None]:
+        parts = zip(tokens.split(list(tokens_per_expert)), self.parameters(), strict=True)
+        return torch.cat([F.linear(part, weight) for part, weight in parts]), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        weights = self.state_dict(prefix="", keep_vars=True)
+        first, every = self._groups.ep.rank() * len(weights), self._groups.ep.size() * len(weights)
+        entries = {}
+        for number, (name, weight) in enumerate(weights.items()):
+            of_expert = (*sharded_offsets, (len(sharded_offsets), first + number, every))
+            made = make_sharded_tensors_for_checkpoint(
+                {"weight": weight}, prefix, {"weight": self.axis}, of_expert, tp_group=self._groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )  # fmt: skip
+            entries[prefix + name] = made[f"{prefix}weight"]
+        return entries
+
+
+class RowGroupedLinear(GroupedLinear):
+    """Its columns are cut."""
+
+    axis = 1
+
+
+def plain_linears() -> MLPSubmodules:
+    return MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=RowGroupedLinear)
+
+
+def mixture_spec(experts: MLPSubmodules, column_linear: type, row_linear: type) -> ModuleSpec:
+    """A mixture of these grouped linears; the linears are those of an expert that sees every token."""
+    of_all = ModuleSpec(SharedExpertMLP, submodules=MLPSubmodules(linear_fc1=column_linear, linear_fc2=row_linear))
+    submodules = MoESubmodules(
+        experts=ModuleSpec(TEGroupedMLP, submodules=experts), shared_experts=of_all, router=Router
+    )
+    return ModuleSpec(module=Mixture, submodules=submodules)
+
+
+def with_transformer_engine_mixture(layer: ModuleSpec) -> ModuleSpec:
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelGroupedLinear,
+        TEColumnParallelLinear,
+        TENorm,
+        TERowParallelGroupedLinear,
+        TERowParallelLinear,
+    )
+
+    experts = MLPSubmodules(linear_fc1=TEColumnParallelGroupedLinear, linear_fc2=TERowParallelGroupedLinear)
+    mixture = mixture_spec(experts, TEColumnParallelLinear, TERowParallelLinear)
+    submodules = dataclasses.replace(layer.submodules, pre_mlp_layernorm=TENorm, mlp=mixture)
+    return ModuleSpec(module=RoutedLayer, submodules=submodules)
+
+
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    """Megatron warns of every layer's MLP that is of none of its own classes; ours needs none of its arguments."""
+    return not record.getMessage().startswith("Unknown MLP type")
+
+
+logging.getLogger(TransformerLayer.__module__).addFilter(_is_worth_telling)
+
+
+# ---- metrics --------------------------------------------------------------------------------------------------------
+
+
+def take_routing(chunks: Iterable[Any], layers: int, experts: int, device: torch.device) -> Tensor:
+    """(Y * (E + sums),) fp64 sums of this rank's routers since the last call, to be added up over all ranks."""
+    sums = torch.zeros(layers, experts + len(_SUMS), dtype=torch.float64, device=device)
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            if (own := layer.mlp.router.take_sums()) is not None:
+                sums[layer.layer_number - 1] = own
+    return sums.flatten()
+
+
+def routing_metrics(sums: Sequence[float], experts: int) -> dict[str, float]:
+    """Of a mini-batch, from the sums of all ranks (``take_routing``), means over the model's layers:
+
+    ``moe/load_max``: tokens of the fullest expert over those of the mean expert; ``moe/idle_experts``: experts of a
+    layer without a token; ``moe/router_entropy``: entropy of a router's distribution in nats; where experts were given
+    ``moe/replay_changed``: share of tokens for which the router would have chosen others.
+    """
+    table_YS = torch.tensor(sums, dtype=torch.float64).view(-1, experts + len(_SUMS))
+    counts_YE, (entropy_Y, tokens_Y, given_Y, changed_Y) = table_YS[:, :experts], table_YS[:, experts:].unbind(1)
+    if not bool(tokens_Y.any()):
+        return {}
+    found = {
+        "moe/load_max": (counts_YE.max(1).values / counts_YE.mean(1)).mean(),
+        "moe/idle_experts": (counts_YE == 0).sum(1).double().mean(),
+        "moe/router_entropy": (entropy_Y / tokens_Y).mean(),
+    }
+    if bool(given_Y.any()):
+        found["moe/replay_changed"] = (changed_Y / given_Y).mean()
+    return {name: float(value) for name, value in found.items()}
