@@ -27,8 +27,8 @@ Changes: the modules of the two packages are compiled from a syntax tree in whic
 random states become those of torch's CPU generator). Line numbers and the files stay as they are, and torch itself is
 not touched. The compiled code is cached per environment. jit fusion is switched off with Megatron's own switch.
 Parameters are gathered bucket by bucket, and waited for together as before. Parts of several sizes are padded to the
-largest to be gathered, and reduced as a whole before each rank takes its own. With a CUDA device present the modules are
-loaded as they are.
+largest to be gathered, and reduced as a whole before each rank takes its own. With a CUDA device present the modules
+are loaded as they are.
 
 Remove when: megatron-core takes the device from one place; the gathers, when coalesced ones of gloo may be in flight.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,11 +34,12 @@ FAMILIES = {
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
-MIXTURES: dict[str, dict[str, object]] = {  # entries of their configuration
-    "qwen2_moe": {"shared_expert_intermediate_size": 80, "norm_topk_prob": False},
-    "qwen3_moe": {"norm_topk_prob": True},
-}
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2
+_EXPERTS = {"moe_intermediate_size": 48, "num_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN}
+MIXTURES: dict[str, dict[str, Any]] = {  # entries of their configuration
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 80, "norm_topk_prob": False},
+    "qwen3_moe": {**_EXPERTS, "norm_topk_prob": True},
+}
 
 
 def make_tiny_model(
@@ -54,9 +56,7 @@ def make_tiny_model(
     """A random fp32 checkpoint with norms and biases off their trivial values, saved to ``path``."""
     torch.manual_seed(seed)
     config_class, model_class = FAMILIES[family]
-    if family in MIXTURES:
-        sizes = {"moe_intermediate_size": 48, "num_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN}
-        more = {**sizes, **MIXTURES[family], **more}
+    more = {**MIXTURES.get(family, {}), **more}
     config = config_class(
         vocab_size=vocab, hidden_size=16 * heads, intermediate_size=96, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
@@ -123,8 +123,7 @@ def make_tiny_policy(
     } | shape  # fmt: skip
     config_class, model_class = FAMILIES[family]
     if family in MIXTURES:
-        sizes = {"moe_intermediate_size": 48, "num_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN}
-        more = {**sizes, **MIXTURES[family], **more}
+        sizes = {**MIXTURES[family], **sizes}
     config = config_class(
         max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.1, pad_token_id=0, eos_token_id=1,
         bos_token_id=None, **sizes,

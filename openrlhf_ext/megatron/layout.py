@@ -1,5 +1,5 @@
-"""How the ranks of a run are arranged. No other place knows the order: who needs to know where a rank is asks ``place``,
-and who needs the ranks of a place asks ``ranks``."""
+"""How the ranks of a run are arranged. No other place knows their order: ``place`` tells where a rank is, ``ranks``
+which ranks are at a place."""
 
 from __future__ import annotations
 

@@ -16,23 +16,19 @@ from openrlhf_ext.megatron import checkpoint, watchdog
 from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.critic import MegatronCritic, ValueTargets
 from openrlhf_ext.megatron.distributed import initialize_distributed
-from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.megatron.step.dealing import balance_rows
 from openrlhf_ext.options.sections import Actor, Adam, Critic, CriticAdam, Megatron, Rollout, Train
-from tests.megatron.parity import WeightedLogprob
+from tests.megatron.parity import WeightedLogprob, layout_of
 from tests.megatron.slow_disk import let_others_wait, monitors
 from tests.patience import PATIENCE_S
 
 
 def build(case: dict) -> MegatronPolicy | MegatronCritic:
     """A policy, or a critic, in the case's layout; fresh process groups."""
-    size = int(os.environ["WORLD_SIZE"])
-    layout = ParallelLayout(
-        size, case.get("tp", 1), case.get("pp", 1), case.get("cp", 1), case.get("sp", False), case.get("vp", 1)
-    )
+    layout = layout_of(case, int(os.environ["WORLD_SIZE"]))
     megatron = Megatron(
         param_dtype=case.get("dtype", "fp32"), distributed_optimizer_enable=case.get("distributed", True),
         **case.get("overlap", {}),

@@ -62,18 +62,15 @@ class PieceUnit(LayerConverter):
 def settings(case: dict, world_size: int, **optimizer) -> ModelSettings:
     """What a case says, on top of one process without parallelism.
 
-    Keys: model; tp, pp, vp, cp, sp, ep, etp, ends (layers of the first and last stage, None: as many as the others); dtype,
-    temperature, recompute (fields of ``Megatron``), head, distributed_optimizer, overlap (fields of ``Megatron``);
+    Keys: model; tp, pp, vp, cp, sp, ep, etp; ends (layers of the first and last stage, None: as many as the others);
+    dtype, temperature, recompute (fields of ``Megatron``), head, distributed_optimizer, overlap (fields of
+    ``Megatron``);
     micro_batch_size or max_tokens (of training), forward_max_tokens; lopsided (one data-parallel rank gets all
     sequences, see ``deal``); piece_unit (of packs).
     """
-    layout = ParallelLayout(
-        world_size, case.get("tp", 1), case.get("pp", 1), case.get("cp", 1), case.get("sp", False), case.get("vp", 1),
-        *(case.get("ends") or (None, None)), case.get("ep", 1), case.get("etp"),
-    )
     tokens = case.get("max_tokens")
     return ModelSettings(
-        case["model"], layout,
+        case["model"], layout_of(case, world_size),
         Megatron(
             param_dtype=case.get("dtype", "fp32"), head=case.get("head", "fused"),
             distributed_optimizer_enable=case.get("distributed_optimizer", False),
@@ -88,6 +85,13 @@ def settings(case: dict, world_size: int, **optimizer) -> ModelSettings:
         optimizer=Actor(adam=Adam(lr=1e-2, eps=1e-3), lr_scheduler="constant", **optimizer),
         updates=4,
     )  # fmt: skip
+
+
+def layout_of(case: dict, world_size: int) -> ParallelLayout:
+    return ParallelLayout(
+        world_size, case.get("tp", 1), case.get("pp", 1), case.get("cp", 1), case.get("sp", False), case.get("vp", 1),
+        *case.get("ends", (None, None)), case.get("ep", 1), case.get("etp"),
+    )
 
 
 def micro_batches(samples: int, tokens: int | None) -> Train:

@@ -62,8 +62,8 @@ def test_transformer_engine_takes_bf16_only(shape, with_transformer_engine, capl
 def test_a_mlp_that_transformer_engine_s_layers_do_not_have_is_refused(shape, with_transformer_engine):
     class Other(DenseMLP):
         @staticmethod
-        def submodules(norm_linear, row_linear):
-            return DenseMLP.submodules(norm_linear, row_linear)
+        def submodules(*linears):
+            return DenseMLP.submodules(*linears)
 
     with fake_rank(ParallelLayout(1), 0):
         config = transformer_config(shape, ParallelLayout(1), torch.bfloat16, Megatron())

@@ -26,6 +26,7 @@ def models(tmp_path_factory) -> dict[str, str]:
         ("untied", "qwen2", False, 4),
         ("tied", "qwen3", True, 4),
         ("other", "qwen2", False, 2),
+        ("mixture", "qwen2_moe", False, 4),
     ):
         make_tiny_model(root / name, family, tied=tied, vocab=VOCAB, layers=layers)
     return {path.name: str(path) for path in root.iterdir()}
@@ -41,7 +42,7 @@ def two_ranks(models, batch, tmp_path_factory):
     """(folders, results of every rank) of the jobs below on two ranks."""
     root: Path = tmp_path_factory.mktemp("checkpoints")
     untied, tied = {"model": models["untied"]}, {"model": models["tied"]}
-    bf16 = untied | {"dtype": "bf16"}
+    bf16, mixture = untied | {"dtype": "bf16"}, {"model": models["mixture"]}
     overlap = untied | {"overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 2000}}
     jobs = [
         ("save", untied | {"tp": 2, "sp": True}, root / "tp2"),
@@ -72,6 +73,11 @@ def two_ranks(models, batch, tmp_path_factory):
         ("save", untied | {"pp": 2, "ends": (3, None)}, root / "uneven"),
         ("load", untied | {"pp": 2, "ends": (3, None)}, root / "uneven"),
         ("load", untied | {"pp": 2, "vp": 2}, root / "uneven"),
+        ("save", mixture | {"ep": 2}, root / "mixture"),
+        ("load", mixture | {"ep": 2}, root / "mixture"),
+        ("load", mixture | {"pp": 2}, root / "mixture"),
+        ("load", mixture | {"tp": 2, "sp": True, "distributed": False}, root / "mixture"),
+        ("load", mixture | {"cp": 2, "ep": 2, "ema": True}, root / "mixture"),
     ]
     return root, jobs, launch(WORKER, "run", 2, batch=batch[0], weights_N=batch[1], jobs=jobs)
 
@@ -87,7 +93,7 @@ def assert_same_continuation(expected: dict, got: dict, case: dict, rel: float =
 
 def test_the_same_layout_continues_bit_for_bit(two_ranks):
     _, jobs, results = two_ranks
-    for saved, loaded in ((0, 1), (4, 5), (7, 8), (16, 17), (25, 26)):
+    for saved, loaded in ((0, 1), (4, 5), (7, 8), (16, 17), (25, 26), (28, 29)):
         expected, got = results[0][saved], results[0][loaded]
         assert got["steps"] == expected["steps"], jobs[loaded]
         for name, tensor in expected["weights"].items():
@@ -95,7 +101,8 @@ def test_the_same_layout_continues_bit_for_bit(two_ranks):
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [(0, 2), (0, 3), (4, 6), (12, 13), (0, 14), (0, 15), (16, 18), (0, 24), (25, 27)]
+    ("saved", "loaded"),
+    [(0, 2), (0, 3), (4, 6), (12, 13), (0, 14), (0, 15), (16, 18), (0, 24), (25, 27), (28, 30), (28, 31), (28, 32)],
 )
 def test_another_layout_on_as_many_ranks(two_ranks, saved, loaded):
     _, jobs, results = two_ranks
@@ -109,19 +116,26 @@ def test_bf16_weights_have_their_fp32_masters(two_ranks):
 
 def test_another_number_of_ranks(two_ranks, models, batch):
     root, _, results = two_ranks
-    untied = {"model": models["untied"]}
+    untied, mixture = {"model": models["untied"]}, {"model": models["mixture"]}
     jobs = [
         ("load", untied | {"tp": 2}, root / "tp2"),
         ("load", untied | {"tp": 2, "pp": 2}, root / "tp2"),
         ("save", untied | {"tp": 2}, root / "tp2dp2"),
         ("load", untied | {"pp": 2}, root / "tp2dp2"),
         ("load", untied, root / "tp2dp2"),
+        ("load", mixture | {"ep": 2}, root / "mixture"),  # two ranks hold each share of the experts
+        ("load", mixture | {"ep": 2, "pp": 2, "vp": 2}, root / "mixture"),
+        ("save", mixture | {"tp": 2, "sp": True, "ep": 2, "distributed": False}, root / "tp2ep2dp2"),
+        ("load", mixture | {"tp": 2, "sp": True, "ep": 2, "etp": 2}, root / "tp2ep2dp2"),
     ]
     four = launch(WORKER, "run", 4, batch=batch[0], weights_N=batch[1], jobs=jobs)[0]
     for i in (0, 1):
         assert_same_continuation(results[0][0], four[i], jobs[i][1])
     for i in (3, 4):
         assert_same_continuation(four[2], four[i], jobs[i][1])
+    for i in (5, 6):
+        assert_same_continuation(results[0][28], four[i], jobs[i][1])
+    assert_same_continuation(four[7], four[8], jobs[8][1])
     alone = [("load", untied, root / name) for name in ("tp2", "tp2dp2")]
     one = launch(WORKER, "run", 1, batch=batch[0], weights_N=batch[1], jobs=alone)[0]
     assert_same_continuation(results[0][0], one[0], {"tp": 1})

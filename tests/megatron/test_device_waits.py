@@ -70,7 +70,7 @@ def path(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def counts_on_the_cpu(monkeypatch):
     """Megatron counts tokens where it believes the device to be."""
-    monkeypatch.setattr(policy, "gradient_squares", lambda models, copy: ([0.0] * len(GROUPS),) * 2)  # of DDP's buffers
+    monkeypatch.setattr(policy, "gradient_squares", lambda *of: ([0.0] * len(GROUPS),) * 2)  # of DDP's buffers
     for module in (schedule, policy, critic):
         monkeypatch.setattr(module, "one", lambda device: torch.ones((), dtype=torch.int))
 

@@ -127,7 +127,8 @@ def test_entries_of_config_json_may_have_other_names_or_be_left_out(installed, t
 
 
 def test_an_unknown_model_type_is_refused_with_those_that_are_known(installed):
-    with pytest.raises(InputError, match="must be one of llama, phi3, qwen2, qwen3, got 'mixtral'"):
+    known = "llama, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe"
+    with pytest.raises(InputError, match=f"must be one of {known}, got 'mixtral': it would need its experts' names"):
         family_of("mixtral")
 
 

@@ -23,18 +23,33 @@ from openrlhf_ext.options.sections import Megatron
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYOUT = ParallelLayout(24, tensor_parallel_size=2, pipeline_parallel_size=3, context_parallel_size=2)
+EXPERTS = (  # the last has its stages last
+    replace(LAYOUT, expert_parallel_size=4), replace(LAYOUT, expert_parallel_size=2, expert_tensor_parallel_size=2),
+    replace(LAYOUT, pipeline_parallel_size=1, expert_parallel_size=3, expert_tensor_parallel_size=4),
+    replace(LAYOUT, expert_parallel_size=8),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("rank", [0, 5, 14, 23])
-def test_places_are_those_that_megatron_gives(rank):
-    with fake_rank(LAYOUT, rank):
+@pytest.mark.parametrize("layout", [LAYOUT, *EXPERTS])
+def test_places_are_those_that_megatron_gives(layout, rank):
+    with fake_rank(layout, rank):
         found = RankPlace(
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_context_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_data_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_expert_data_parallel_rank(),
         )
-    assert LAYOUT.place(rank) == found
+    assert layout.place(rank) == found
+
+
+def test_experts_and_stages_decide_the_order():
+    assert [layout.order for layout in (LAYOUT, *EXPERTS)] == ["tp-cp-ep-pp-dp"] * 4 + ["tp-cp-ep-dp-pp"]
+    assert EXPERTS[-1].ranks(stage=0) == tuple(range(8))
+    assert EXPERTS[-1].ranks(stage=1, replica=1) == (12, 13, 14, 15)
 
 
 def test_ranks_by_coordinates():
@@ -80,6 +95,11 @@ def built(layout: ParallelLayout, layers: int) -> dict[tuple[int, int], range]:
 
 def test_what_cannot_be_arranged_says_so_in_the_words_of_the_user():
     assert list(LAYOUT.problems()) == []
+    (problem,) = replace(LAYOUT, expert_parallel_size=3).problems()
+    assert problem[0][:2] == ("expert_parallel_size", "expert_tensor_parallel_size") and problem[1] == (
+        "expert_tensor_parallel_size * expert_parallel_size must divide the ranks of a pipeline stage: got 1 * 3 = 3 "
+        "and 8 ranks; use a smaller expert_parallel_size"
+    )
     broken = ParallelLayout(8, 1, 1, 3, True, 2, decoder_last_pipeline_num_layers=3)
     options, texts = zip(*broken.problems(lambda field: f"--{field}"), strict=True)
     assert options[0][0] == "--world_size" and options[1] == ("--virtual_pipeline_size", "--pipeline_parallel_size")

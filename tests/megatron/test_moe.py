@@ -30,7 +30,8 @@ def make_batch():
         sequences[row][:prompt] = sequences[row // 4 * 4][:prompt]
     masks = [torch.tensor([0] * (p - 1) + [1] * r) for p, r in lengths]
     batch = masked_batch(sequences, masks)
-    experts_MYK = torch.rand((len(batch.tokens_M), LAYERS, EXPERTS), generator=generator).topk(EXPERTS_PER_TOKEN).indices
+    experts_MYK = torch.rand((len(batch.tokens_M), LAYERS, EXPERTS), generator=generator)
+    experts_MYK = experts_MYK.topk(EXPERTS_PER_TOKEN).indices
     starts = batch.sequences.bounds[:-1]
     for row, (prompt, _) in enumerate(lengths):
         first = starts[row // 4 * 4]

@@ -82,7 +82,8 @@ class Router(TopKRouter):
         entropy_L = torch.special.entr(logits_LE.softmax(-1, torch.float32)).sum(-1)
         tokens = counted.sum()
         given, changed = (tokens, counted @ changed_L.double()) if changed_L is not None else (0 * tokens, 0 * tokens)
-        sums = torch.cat([counted @ chosen_LE.double(), torch.stack([counted @ entropy_L.double(), tokens, given, changed])])
+        others = torch.stack([counted @ entropy_L.double(), tokens, given, changed])
+        sums = torch.cat([counted @ chosen_LE.double(), others])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take_sums(self) -> Tensor | None:
@@ -95,7 +96,8 @@ class Mixture(MoELayer):
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self._is_recomputed, self.moe_layer_recompute = self.moe_layer_recompute, False
+        self._is_recomputed = config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
+        self.moe_layer_recompute = False
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if not (self._is_recomputed and self.training):

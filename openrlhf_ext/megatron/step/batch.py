@@ -15,7 +15,8 @@ the first response token of its own sequence: the pack holds the prompt once, an
 
 Shape suffixes: B = sequences, M = tokens of all sequences (prompts and responses), R = ranges of response tokens, N =
 response tokens of all (of a pack: that this rank predicts), P = tokens of the whole pack (with every prompt as often as
-there are sequences), L = those that this rank computes, X = those of shared prompts, Y = layers, K = experts of a token.
+there are sequences), L = those that this rank computes, X = those of shared prompts, Y = layers, K = experts of each
+token.
 """
 
 from __future__ import annotations
@@ -205,7 +206,8 @@ class Routing(NamedTuple):
     experts_LYK: Tensor | None  # uint8 or int16
 
     def to(self, device: torch.device) -> Routing:
-        return Routing(*(None if tensor is None else _moved(tensor, device) for tensor in self))
+        experts = self.experts_LYK
+        return Routing(_moved(self.counted_L, device), None if experts is None else _moved(experts, device))
 
 
 @dataclass(frozen=True)
