@@ -9,6 +9,7 @@ writes a whole checkpoint, which transformers and vLLM load as any other.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 
 from openrlhf_ext.cli.main import CommandParser, at_least, positive, silence_libraries
@@ -48,7 +49,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from openrlhf_ext.tools.plan.conversion_check import LOGPROB_TOLERANCES, CheckSettings, check_conversion
 
     try:
-        ranks = arguments.tp * arguments.pp * arguments.cp
+        ranks = arguments.pp * math.lcm(arguments.tp * arguments.cp, arguments.ep * (arguments.etp or 1))
         cut = Megatron(
             tensor_parallel_size=arguments.tp,
             pipeline_parallel_size=arguments.pp,
@@ -57,6 +58,8 @@ def _check(arguments: argparse.Namespace) -> int:
             virtual_pipeline_size=arguments.vp,
             decoder_first_pipeline_num_layers=arguments.first_layers,
             decoder_last_pipeline_num_layers=arguments.last_layers,
+            expert_parallel_size=arguments.ep,
+            expert_tensor_parallel_size=arguments.etp,
         )
         layout = ParallelLayout.of(cut, ranks)
         if wrong := [problem for _, problem in layout.problems(_FLAGS.__getitem__)]:
@@ -90,6 +93,7 @@ _FLAGS = {
     "world_size": "the ranks", "tensor_parallel_size": "--tp", "pipeline_parallel_size": "--pp",
     "context_parallel_size": "--cp", "sequence_parallel": "--sp", "virtual_pipeline_size": "--vp",
     "decoder_first_pipeline_num_layers": "--first_layers", "decoder_last_pipeline_num_layers": "--last_layers",
+    "sequence_parallel_enable": "--sp", "expert_parallel_size": "--ep", "expert_tensor_parallel_size": "--etp",
 }  # fmt: skip
 
 
@@ -104,6 +108,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks (default 1)")
     parser.add_argument("--pp", type=positive, default=1, help="pipeline stages (default 1)")
     parser.add_argument("--cp", type=positive, default=1, help="context-parallel ranks (default 1)")
+    parser.add_argument("--ep", type=positive, default=1, help="ranks that experts are dealt over (default 1)")
+    parser.add_argument("--etp", type=positive, help="ranks that share an expert (default: with --ep 1, else --tp)")
     parser.add_argument("--vp", type=positive, default=1, help="model chunks per pipeline stage (default 1)")
     for end in ("first", "last"):
         parser.add_argument(

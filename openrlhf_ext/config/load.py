@@ -301,7 +301,10 @@ Choice = Callable[[C], Mapping[str, Any]]
 """Makes the options that a configuration leaves to it, before any rule is asked."""
 CHOSEN = "chosen: megatron.layout auto"
 """Where such an option got its value (``RunConfig.sources``)."""
-_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", *PIPELINE_ENDS)
+_SIZES = (
+    "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "expert_parallel_size",
+    "expert_tensor_parallel_size", *PIPELINE_ENDS,
+)  # fmt: skip
 
 
 def load(

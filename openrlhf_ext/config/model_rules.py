@@ -48,6 +48,7 @@ def trained_violations(config: RunConfig | SupervisedConfig, *, chat: bool) -> I
     if model is None or folder is None:
         return
     yield from shape_violations(config, model, option)
+    yield from (_mixture_rules(config, model, option) if model.num_experts else _dense_rules(config, option))
     if has_weights(folder):
         yield from tokenizer_violations(option, folder, chat=chat)
     if config.ds.lora.enabled:
@@ -180,6 +181,8 @@ def divisible(
     for what, size in model.mlp.divided.items():
         if size % layout.tensor_parallel_size:
             yield _indivisible(option, tp, layout.tensor_parallel_size, what, size)
+    if model.num_experts:
+        yield from _experts_can_be_cut(option, model, named, layout)
     ends = [field for field, layers in zip(PIPELINE_ENDS, cut.given_layers, strict=True) if layers]
     uneven = [*map(named, ends)]
     if uneven and stages == 1:
@@ -205,6 +208,60 @@ def divisible(
             f"{name} must divide the layers of a model chunk with megatron.recompute_method uniform: got "
             f"{layout.recompute_num_layers}, a chunk of the model of {option} has "
             f"{_either([size // chunks for size in sizes])}; use {_divisors(per_chunk)}")
+
+
+def _experts_can_be_cut(
+    option: str, model: ModelShape, named: Callable[[str], str], megatron: Megatron
+) -> Iterator[Violation]:
+    tp, cp, pp, sp, ep, etp = map(named, (
+        "tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size", "sequence_parallel_enable",
+        "expert_parallel_size", "expert_tensor_parallel_size"))
+    cut = ParallelLayout.of(megatron, megatron.pipeline_parallel_size)
+    mixture = f"a mixture of experts (the model of {option})"
+    if model.num_experts % cut.expert_parallel_size:
+        yield _indivisible(option, ep, cut.expert_parallel_size, "experts", model.num_experts)
+    if model.ffn_hidden_size % cut.expert_tensor:
+        yield _indivisible(option, etp, cut.expert_tensor, "expert width", model.ffn_hidden_size)
+    if cut.expert_parallel_size == 1 and cut.expert_tensor != cut.tensor_parallel_size:
+        # Megatron reduces such experts' gradients with all others', over ranks that hold other parts of them
+        got = f"{etp} {megatron.expert_tensor_parallel_size}"
+        if megatron.expert_tensor_parallel_size is None:
+            got = f"{cp} {megatron.context_parallel_size} with {pp} {megatron.pipeline_parallel_size}"
+        yield Violation((option, ep, etp, tp, cp, pp),
+            f"{mixture} with {ep} 1 is cut by {tp} alone, here {cut.tensor_parallel_size}: got {got}; leave it out, or "
+            f"use a {ep} above 1")
+    if cut.tensor_parallel_size > 1 and not cut.sequence_parallel:
+        yield Violation((option, tp, sp),
+            f"{mixture} needs {sp} with a {tp} above 1: got {cut.tensor_parallel_size} without; add {sp}")
+
+
+def _mixture_rules(config: RunConfig | SupervisedConfig, model: ModelShape, option: str) -> Iterator[Violation]:
+    """What a mixture of experts under training does not have."""
+    for name, asked in (("fp8.enable", config.fp8.enable), ("fp8.rollout_enable", config.fp8.rollout_enable)):
+        if asked:
+            yield Violation((name, option),
+                f"{name} is not built for mixtures of experts: got it for the model of {option}; leave it out")
+    if "mlp" in config.megatron.recompute_modules and config.megatron.recompute == "selective":
+        yield _other_module(option, "mlp", "dense models", "moe")
+    engine = config.vllm.tensor_parallel_size if isinstance(config, RunConfig) else 1
+    if model.ffn_hidden_size % engine:
+        yield _indivisible(option, "vllm.tensor_parallel_size", engine, "expert width", model.ffn_hidden_size)
+
+
+def _dense_rules(config: RunConfig | SupervisedConfig, option: str) -> Iterator[Violation]:
+    """What a dense model under training does not have."""
+    for field in ("expert_parallel_size", "expert_tensor_parallel_size"):
+        if (size := getattr(config.megatron, field)) not in (None, 1):
+            yield Violation((option, f"megatron.{field}"),
+                f"megatron.{field} is of mixtures of experts, the model of {option} is dense: got {size}; leave it out")
+    if "moe" in config.megatron.recompute_modules and config.megatron.recompute == "selective":
+        yield _other_module(option, "moe", "mixtures of experts", "mlp")
+
+
+def _other_module(option: str, module: str, owners: str, remedy: str) -> Violation:
+    return Violation((option, "megatron.recompute_modules"),
+        f"megatron.recompute_modules {module} is of {owners}, the model of {option} is none: got {module}; use "
+        f"{remedy}")
 
 
 def _uneven(

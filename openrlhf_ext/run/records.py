@@ -49,7 +49,8 @@ def about(config: RunConfig | SupervisedConfig, **layout: int) -> dict[str, Any]
         **machine(),
         "layout": {
             "ranks": sizes.world_size, "tensor": sizes.tensor_parallel_size, "pipeline": sizes.pipeline_parallel_size,
-            "context": sizes.context_parallel_size, "data": sizes.data_parallel_size, **layout,
+            "context": sizes.context_parallel_size, "data": sizes.data_parallel_size,
+            "experts": sizes.expert_parallel_size, **layout,
         },
         "resume_step": max(steps, default=0),
     }  # fmt: skip

@@ -23,12 +23,16 @@ def run(*words: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
-def test_a_sharded_bf16_checkpoint_goes_in_and_out_unchanged(tmp_path):
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [("qwen3", ("--tp", 2, "--sp", "--pp", 2, "--last_layers", 1)), ("qwen2_moe", ("--ep", 2, "--tp", 2, "--sp"))],
+)
+def test_a_sharded_bf16_checkpoint_goes_in_and_out_unchanged(tmp_path, family, words):
     """Rounded to bf16, in several files, read as fp32: nothing may be lost on the way."""
-    make_tiny_model(tmp_path / "m", "qwen3")
+    make_tiny_model(tmp_path / "m", family)
     tensors = {name: t.bfloat16() for name, t in load_file(tmp_path / "m/model.safetensors").items()}
     save_tensors(tensors, tmp_path / "m", tmp_path / "sharded", max_shard_bytes=20_000)
-    done = run("--check", tmp_path / "sharded", "--tp", 2, "--sp", "--pp", 2, "--last_layers", 1)
+    done = run("--check", tmp_path / "sharded", *words)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert done.stderr == "", "libraries have no word"
     assert "bit for bit those of the files" in done.stdout and "goes in and out unchanged" in done.stdout

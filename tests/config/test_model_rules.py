@@ -20,6 +20,10 @@ from openrlhf_ext.options.sections import Megatron
 from tests.config.conftest import MODEL, TOKENIZER
 
 sizes = st.integers(1, 12)
+MIXTURE = {
+    **MODEL, "model_type": "qwen3_moe", "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +42,73 @@ def test_the_model_can_be_cut(shape, heads, groups, layers, tp, pp):
     shape = replace(shape, num_heads=heads, num_kv_heads=groups, num_layers=layers, ffn_hidden_size=tp)
     broken = (heads % tp != 0) + (groups % tp != 0 and tp % groups != 0) + (layers % pp != 0)
     assert len(found(shape, tensor_parallel_size=tp, pipeline_parallel_size=pp)) == broken
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    folder = tmp_path_factory.mktemp("mixture")
+    (folder / "config.json").write_text(json.dumps(MIXTURE))
+    return read_model_shape(folder)
+
+
+TP2 = {"tensor_parallel_size": 2, "sequence_parallel_enable": True}
+
+
+def test_experts_can_be_cut(mixture):
+    assert found(mixture, expert_parallel_size=4) == found(mixture, **TP2) == []
+    assert found(mixture, context_parallel_size=2) == []
+    assert found(mixture, **TP2, expert_parallel_size=2, expert_tensor_parallel_size=2, pipeline_parallel_size=2) == []
+    (message,) = found(mixture, expert_parallel_size=3)
+    assert message == (
+        "megatron.expert_parallel_size must divide the model's experts: got 3, the model of actor.model_name_or_path "
+        "has 8; use 1, 2, 4, 8"
+    )
+    (message,) = found(mixture, expert_parallel_size=2, expert_tensor_parallel_size=5)
+    assert "megatron.expert_tensor_parallel_size must divide the model's expert width: got 5" in message
+    (message,) = found(mixture, **TP2, expert_tensor_parallel_size=1)
+    assert "by megatron.tensor_parallel_size alone, here 2: got megatron.expert_tensor_parallel_size 1" in message
+    (message,) = found(mixture, context_parallel_size=2, pipeline_parallel_size=2)
+    assert "got megatron.context_parallel_size 2 with megatron.pipeline_parallel_size 2; leave it out" in message
+    (message,) = found(mixture, tensor_parallel_size=2)
+    assert message.endswith("above 1: got 2 without; add megatron.sequence_parallel_enable")
+
+
+EP2 = ("--megatron.expert_parallel_size", "2")
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "message"),
+    [
+        ("qwen2", EP2, "megatron.expert_parallel_size is of mixtures of experts"),
+        ("qwen2", ("--megatron.recompute", "selective", "--megatron.recompute_modules", "moe"), "use mlp"),
+        ("qwen3_moe", ("--megatron.recompute", "selective", "--megatron.recompute_modules", "mlp"), "use moe"),
+        ("qwen3_moe", ("--fp8.rollout_enable",), "fp8.rollout_enable is not built for mixtures of experts"),
+        ("qwen3_moe", ("--vllm.tensor_parallel_size", "4", "--actor.num_gpus_per_node", "4"), ""),
+        ("qwen3_moe", ("--ds.lora.rank", "4", "--ds.lora.target_modules", "gate_proj"),
+         "target modules must be all-linear or some of q_proj, k_proj, v_proj, o_proj, got gate_proj"),
+        ("qwen3_moe", ("--megatron.expert_parallel_size", "4"), "megatron.expert_parallel_size must divide the ranks"),
+    ],
+)  # fmt: skip
+def test_what_only_mixtures_or_only_dense_models_have(problems, run_dir, family, words, message):
+    (run_dir / "model/config.json").write_text(json.dumps(MODEL if family == "qwen2" else MIXTURE))
+    every = problems(*words)
+    assert any(message in found for found in every) if message else not every, every
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step must be 1, all layers being alike, got 2"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers must be empty, all layers being alike, got [0]"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok must not exceed num_experts, got 9 of 8"),
+        ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok must be at least 2 with"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size"),
+    ],
+)
+def test_a_mixture_that_is_not_built_is_refused(problems, run_dir, change, message):
+    (run_dir / "model/config.json").write_text(json.dumps(MIXTURE | change))
+    (found,) = problems()
+    assert message in found
 
 
 def test_every_chunk_has_layers(shape):

@@ -166,13 +166,14 @@ class TrainedModel(Section):
     """A model under training, of any trainer."""
 
     model_name_or_path: str | None = option(None,
-        "folder of the Hugging Face checkpoint (qwen2, qwen3, llama), or its hub name; required", path="input")
+        "folder of the Hugging Face checkpoint (qwen2, qwen3, llama, qwen2_moe, qwen3_moe), or its hub name; required",
+        path="input")
     gradient_checkpointing_enable: bool = option(False,
         "recompute activations in the backward pass; the same as megatron.recompute full")
     gradient_checkpointing_reentrant: bool = no_meaning(False, "re-entrant form of torch's checkpointing",
         why="Megatron brings its own recomputation", instead="use megatron.recompute full")
     aux_loss_coef: Float = not_yet(0, "weight of the load-balancing loss of mixture-of-experts models",
-        why="only dense models are built", instead="set it to 0")
+        why="mixtures are trained without one", instead="set it to 0")
 
 
 class Actor(Optimizer, TrainedModel):
@@ -222,6 +223,10 @@ class CriticMegatron(Section):
         ge=1)
     context_parallel_size: Int | None = added(None,
         "context-parallel ranks of the critic; null = as many as the policy's", ge=1)
+    expert_parallel_size: Int | None = added(None,
+        "ranks that the experts of a mixture as the critic are dealt over; null = as many as the policy's", ge=1)
+    expert_tensor_parallel_size: Int | None = added(None,
+        "ranks that share each expert of a mixture as the critic; null = as many as the policy's", ge=1)
     virtual_pipeline_size: Int | None = added(None,
         "model chunks per pipeline stage of the critic; null = as many as the policy's", ge=1)
     sequence_parallel_enable: bool | None = added(None,
@@ -429,7 +434,7 @@ class DeepSpeedTraining(Section):
         why="attention is Megatron's, chosen by device", instead="leave it out")
     experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = no_meaning(None,
         "mixture-of-experts computation of transformers",
-        why="transformers does not run the policy and only dense models are built", instead="leave it out")
+        why="transformers does not run the policy", instead="leave it out")
     use_liger_kernel: bool = no_meaning(False, "Liger kernels in transformers models",
         why="transformers does not run the policy",
         instead="leave it out; the log-probability head here never holds all logits")
