@@ -174,7 +174,7 @@ def carry(collectors: list[Collector], params: SamplingParams) -> Counter[str]:
 
     async def generate(prompt: list[int], asked: Any) -> Any:
         output = next(outputs)
-        unpack(output.outputs[0], params)
+        unpack(output.outputs[0], params, PROMPT)
         output.outputs[0].weight_versions = [(0, 0, len(output.outputs[0].token_ids))]
         return output
 

@@ -13,6 +13,7 @@ from openrlhf_ext.patches import (
     transformer_engine_cudnn,
     transformers_imports,
     vllm_imports,
+    vllm_moe,
     vllm_tied_head,
 )
 from openrlhf_ext.patches.base import Patch, PatchRefused, PatchStatus
@@ -23,6 +24,7 @@ PATCHES: tuple[Patch, ...] = (
     transformer_engine_cudnn.PATCH,
     transformers_imports.PATCH,
     vllm_imports.PATCH,
+    vllm_moe.PATCH,
     vllm_tied_head.PATCH,
 )
 

@@ -31,6 +31,7 @@ LIBRARIES_READ = {
     "set_activation_dtype": "TransformerEngine's modules, of themselves",
     "activation_dtype": "TransformerEngine's modules, of themselves",
     "_load_adapter": "vLLM's LoRA manager, of itself",
+    "supports_routing_replay_capture": "vLLM's capture of routed experts, of a kernel",
     "tensor_model_parallel": "Megatron's gradient norm, of a parameter",
     "partition_dim": "Megatron's marks of a parameter that is cut",
     "partition_stride": "Megatron's marks of a parameter that is cut",

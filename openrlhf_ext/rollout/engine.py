@@ -166,7 +166,7 @@ class RolloutEngine(compat.RolloutRayActor):
         with self._generating.running():
             output = await self._finish(super().generate(list(prompt_token_ids), params, multi_modal_data), params)
         for completion in output.outputs:
-            unpack(completion, params)
+            unpack(completion, params, len(output.prompt_token_ids))
         self._note_versions(output, begun_with)
         self._require_valid_weights()
         self._last_finished = time.monotonic()

@@ -1,19 +1,22 @@
-"""vLLM's scheduler, but the log-probs of a completion leave it in one array, at the completion's end.
+"""vLLM's scheduler, but what is told of a completion's tokens leaves it in one array, at the completion's end.
 
 vLLM sends three small arrays for every token from the scheduler to whoever asked, which costs more than anything else
-that its Python does for a token (docs/performance.md). Token ids still go out at every step: by them the engine counts
-which weights sampled which (`response.TokenVersions`).
+that its Python does for a token (docs/performance.md); a fourth one where it tells routed experts. Token ids still go
+out at every step: by them the engine counts which weights sampled which (`response.TokenVersions`).
 
-vLLM imports this module in the engine's own process (`scheduler_cls`, by name). What travels is an fp32 array of
-(tokens, 1 or 2): log-prob, and entropy where the engine tells it (`worker_extension`), in the output's
+vLLM imports this module in the engine's own process (`scheduler_cls`, by name). What travels are bytes in the output's
 ``routed_experts``, the one array for which vllm 0.29.0 has a place in a finished completion
-(v1/engine/output_processor.py:428); engines here do not return experts.
+(v1/engine/output_processor.py:428): the six numbers of `_Header`, fp32 log-probs, fp32 entropies where the engine tells
+them (`worker_extension`), and the experts that routers took where it tells those (``enable_return_routed_experts``),
+uint8 or uint16. vLLM itself puts these there at every step; rows that have left a step are those of its weights,
+whatever comes later, and a prompt's leave with its first sampled token.
 """
 
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.logprobs import FlatLogprobs, Logprob
@@ -28,25 +31,75 @@ _KEY = "logprobs_at_end"
 
 
 def ask_at_end(params: SamplingParams) -> None:
-    """Asks for the log-probs of the sampled tokens, if for any, in one array. Stop strings end a request outside of the
-    scheduler (v1/engine/output_processor.py:695), which then does not know of an end: there they come as usual."""
+    """Asks for the log-probs of the sampled tokens, if for any, in one array, and experts with them. Stop strings end a
+    request outside of the scheduler (v1/engine/output_processor.py:695), which then does not know of an end: there all
+    comes as usual."""
     if params.logprobs is not None and not params.stop:
         params.extra_args = {**(params.extra_args or {}), _KEY: True}
 
 
-def unpack(completion: CompletionOutput, params: SamplingParams) -> None:
-    """Puts what came at the end where vLLM has log-probs, flat or not, as ``params`` say; entropies in the place of
-    ranks, no ranks and no texts of tokens. Raises RuntimeError: it is not one for every token."""
-    if not (params.extra_args or {}).get(_KEY):
-        return
-    told_TK, tokens = completion.routed_experts, list(completion.token_ids)
-    if told_TK is None or len(told_TK) != len(tokens):
-        count = 0 if told_TK is None else len(told_TK)
-        raise RuntimeError(f"vLLM sampled {len(tokens)} tokens and told {count} log-probs: was it {QUALIFIED_NAME}?")
-    completion.routed_experts = None
-    logprobs, *more = told_TK.T.tolist()
-    ranks = more[0] if more else [None] * len(tokens)
-    if params.flat_logprobs:
+def unpack(completion: CompletionOutput, params: SamplingParams, prompt: int) -> None:
+    """Puts what came at the end where vLLM has it: log-probs, flat or not, as ``params`` say, entropies in the place of
+    ranks, no ranks and no texts of tokens. Where the engine tells experts ``routed_experts`` is (rows, layers, top-k)
+    uint8 or uint16, in any case: a row for each of the ``prompt`` tokens, from ``params.routed_experts_prompt_start``
+    on, and for each sampled token but the last, which no router has seen. Raises RuntimeError: it is not one for every
+    token."""
+    tokens = list(completion.token_ids)
+    if (params.extra_args or {}).get(_KEY):
+        header, told = _read(completion.routed_experts, len(tokens))
+        logprobs, entropies, experts = np.split(told, np.cumsum([4 * header.logprobs, 4 * header.entropies]))
+        ranks = entropies.view(np.float32).tolist() if header.entropies else [None] * len(tokens)
+        _put_logprobs(completion, logprobs.view(np.float32).tolist(), ranks, flat=params.flat_logprobs)
+        completion.routed_experts = header.shaped(experts) if header.rows else None
+    experts, rows = completion.routed_experts, prompt - params.routed_experts_prompt_start + len(tokens) - 1
+    if experts is not None and len(experts) != rows:
+        raise RuntimeError(
+            f"vLLM told {len(experts)} rows of routed experts, should be {rows}: of {prompt} tokens of the prompt "
+            f"(from {params.routed_experts_prompt_start} on) and {len(tokens)} that it sampled, without the last"
+        )
+
+
+class _Header(NamedTuple):
+    """In front of what is told of a completion: how many numbers there are, and the shape of experts."""
+
+    logprobs: int
+    entropies: int
+    rows: int
+    layers: int
+    topk: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of all, this included."""
+        experts = self.rows * self.layers * self.topk * self.itemsize
+        return _HEADER_BYTES + 4 * (self.logprobs + self.entropies) + experts
+
+    def shaped(self, experts: np.ndarray) -> np.ndarray:
+        return experts.view(np.dtype(f"u{self.itemsize}")).reshape(self.rows, self.layers, self.topk)
+
+
+_HEADER_BYTES = 4 * len(_Header._fields)
+
+
+def _read(told: np.ndarray | None, tokens: int) -> tuple[_Header, np.ndarray]:
+    """Raises RuntimeError: our scheduler did not make it, or not of so many tokens."""
+    whose = f"was it {QUALIFIED_NAME}?"
+    if told is None or told.ndim != 1 or told.dtype != np.uint8 or len(told) < _HEADER_BYTES:
+        what = "nothing" if told is None else f"{told.dtype} {told.shape}"
+        raise RuntimeError(f"vLLM sampled {tokens} tokens and told {what} of them at their end: {whose}")
+    header = _Header(*told[:_HEADER_BYTES].view(np.int32).tolist())
+    if header.logprobs != tokens or header.entropies not in (0, tokens) or header.nbytes != len(told):
+        raise RuntimeError(
+            f"vLLM sampled {tokens} tokens and told {header.logprobs} log-probs and {header.entropies} entropies of "
+            f"them, in {len(told)} bytes, should be {header.nbytes}: {whose}"
+        )
+    return header, told[_HEADER_BYTES:]
+
+
+def _put_logprobs(completion: CompletionOutput, logprobs: list[float], ranks: list[Any], flat: bool) -> None:
+    tokens = list(completion.token_ids)
+    if flat:
         starts, ends = list(range(len(tokens))), list(range(1, len(tokens) + 1))
         completion.logprobs = FlatLogprobs(starts, ends, tokens, logprobs, ranks, [None] * len(tokens))
     else:
@@ -55,11 +108,33 @@ def unpack(completion: CompletionOutput, params: SamplingParams) -> None:
         ]
 
 
+class _Kept:
+    """Of a request that has not ended."""
+
+    __slots__ = ("entropies", "experts", "logprobs", "row")
+
+    def __init__(self) -> None:
+        self.logprobs, self.entropies = array("f"), array("f")
+        # bytes, not vLLM's arrays: those of a token are views, each of which would keep its whole step
+        self.experts, self.row = bytearray(), (0, 0, 0)
+
+    def add_experts(self, rows: np.ndarray) -> None:
+        """(n, layers, top-k), of the step's computed tokens."""
+        self.experts += rows.tobytes()
+        self.row = (*rows.shape[1:], rows.itemsize)
+
+    def packed(self) -> np.ndarray:
+        rows = len(self.experts) // prod(self.row) if self.experts else 0
+        header = _Header(len(self.logprobs), len(self.entropies), rows, *self.row)
+        parts = [np.array(header, np.int32), self.logprobs, self.entropies, self.experts]
+        return np.frombuffer(b"".join(parts), np.uint8)
+
+
 class _Step:
     """In the place of a step's `LogprobsLists`: what vLLM cuts out for a request of ``kept`` is added there, and
     nothing leaves; the others get theirs."""
 
-    def __init__(self, told: LogprobsLists, requests: list[str], kept: dict[str, tuple[array, array]]) -> None:
+    def __init__(self, told: LogprobsLists, requests: list[str], kept: dict[str, _Kept]) -> None:
         self._told, self._requests, self._kept = told, requests, kept
         self._logprobs = array("f", told.logprobs[:, 0].astype(np.float32).tobytes())  # the sampled token's is first
         entropies = told.sampled_token_ranks.dtype.kind == "f"  # ranks are integers
@@ -71,35 +146,45 @@ class _Step:
             return self._told.slice_request(index, count)
         starts = self._told.cu_num_generated_tokens
         start = index if starts is None else starts[index]
-        kept[0].extend(self._logprobs[start : start + count])
-        kept[1].extend(self._entropies[start : start + count])
+        kept.logprobs.extend(self._logprobs[start : start + count])
+        kept.entropies.extend(self._entropies[start : start + count])
         return None
 
 
 class _AtEnd:
-    """Mixed into a scheduler of vLLM."""
+    """Mixed into a scheduler of vLLM, which provides the first attribute."""
+
+    enable_return_routed_experts: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._kept: dict[str, tuple[array, array]] = {}
+        self._kept: dict[str, _Kept] = {}
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)  # type: ignore[misc]
         if request.sampling_params is not None and (request.sampling_params.extra_args or {}).get(_KEY):
-            self._kept[request.request_id] = (array("f"), array("f"))
+            self._kept[request.request_id] = _Kept()
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         if model_runner_output.logprobs is not None and self._kept:
             told, requests = model_runner_output.logprobs, model_runner_output.req_ids
             model_runner_output.logprobs = _Step(told, requests, self._kept)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        if self.enable_return_routed_experts:
+            self._keep_experts(outputs)
         for batch in outputs.values():
             for output in batch.outputs:
                 if output.finish_reason is not None and output.request_id in self._kept:
-                    logprobs, entropies = self._kept.pop(output.request_id)
-                    columns = [logprobs, entropies] if entropies else [logprobs]
-                    output.routed_experts = np.array(columns, dtype=np.float32).T.copy()
+                    output.routed_experts = self._kept.pop(output.request_id).packed()
         return outputs
+
+    def _keep_experts(self, outputs: dict[int, Any]) -> None:
+        for batch in outputs.values():
+            for output in batch.outputs:
+                kept = self._kept.get(output.request_id)
+                if kept is not None and output.routed_experts is not None:
+                    kept.add_experts(output.routed_experts)
+                    output.routed_experts = None
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Any]:
         ended = super().finish_requests(*args, **kwargs)  # type: ignore[misc]

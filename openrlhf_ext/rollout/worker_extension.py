@@ -37,12 +37,15 @@ from vllm.platforms import current_platform
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from openrlhf_ext.fp8.quantize import BLOCK, E4M3, Grid, Quantized, quantize
+from openrlhf_ext.patches import vllm_moe
 from openrlhf_ext.patches.vllm_tied_head import repack_tied_heads
 from openrlhf_ext.rollout.adapters import HeldAdapter, are_adapters
 from openrlhf_ext.rollout.response import NotFP8
 from openrlhf_ext.rollout.sync.base import Link, WeightSyncError
 from openrlhf_ext.rollout.sync.plan import BucketPlan, Spec, bit_sum, words
 from openrlhf_ext.rollout.sync.stream import WeightReceiver
+
+vllm_moe.PATCH.apply()  # in a worker that vLLM spawned nobody else has applied patches
 
 PER_BLOCK, EMULATED = "fp8_per_block", "fp8_per_block_emulated"
 _LISTED = 5

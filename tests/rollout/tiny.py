@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from vllm import SamplingParams
 
 from openrlhf_ext.rewards.agent import make_agent_executor
@@ -25,6 +25,10 @@ VOCAB = 512
 def save_checkpoint(path: Path, tied: bool, vocab: int = VOCAB) -> None:
     """A random Qwen2 with head size 32 (vLLM's CPU attention has no smaller one) and a byte-level tokenizer."""
     random_model(0, tied, vocab).save_pretrained(path)
+    save_tokenizer(path)
+
+
+def save_tokenizer(path: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -48,7 +52,7 @@ def random_model(seed: int, tied: bool, vocab: int = VOCAB) -> Qwen2ForCausalLM:
 
 
 @torch.no_grad()
-def logprobs(model: Qwen2ForCausalLM, tokens: list[int], temperature: float = 1.0) -> Tensor:
+def logprobs(model: PreTrainedModel, tokens: list[int], temperature: float = 1.0) -> Tensor:
     """(T-1,) log-prob of every token but the first, by transformers."""
     logits_TV = model(torch.tensor([tokens])).logits[0, :-1].float() / temperature
     return logits_TV.log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0]

@@ -2,19 +2,21 @@
 
 Needs ``config.json`` only. Proved are: every parameter of every rank is filled by exactly one rule and has the shape
 that the rule makes; every entry of every HF tensor has exactly one place among the tensor-parallel ranks of the stage
-that holds it; and names and shapes of the HF tensors are those of transformers' model class, built from the same file
-by other people's code.
+that holds it, one of an expert among the ranks that share this expert, and no other ranks hold it; and names and
+shapes of the HF tensors are those of transformers' model class, built from the same file by other people's code.
 
-Ranks that differ only in their data- or context-parallel coordinate hold the same model: one of them is built.
+Ranks that differ only in their data- or context-parallel coordinate hold the same model, those of a mixture if they
+hold the same share of the same experts too: one of them is built.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from openrlhf_ext.megatron.layers.lora import LoRALayers, adapters_of
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel, build_model, transformer_config
 from openrlhf_ext.megatron.model.hf_files import unaccounted_parameters
-from openrlhf_ext.megatron.model.hf_weights import model_rules, parameters_of
+from openrlhf_ext.megatron.model.hf_weights import model_rules, own_shard, parameters_of
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
 from openrlhf_ext.megatron.model.weight_map import HFTensor, Rule, Shard, hf_shapes, hf_tensors, shard_runs
 from openrlhf_ext.options.sections import Megatron
@@ -37,7 +39,7 @@ from openrlhf_ext.outputs import aligned
 from openrlhf_ext.tools.plan.memory import COPIES, GIB, GRADIENT_BYTES, States
 
 _RANKS_SHOWN = 6
-_SHARE, _MEMORY = ("tp", "pp", "layers", "parameters"), ("weights", "gradients", "optimizer")
+_MEMORY = ("weights", "gradients", "optimizer")
 
 
 class LayoutProofError(ValueError):
@@ -46,14 +48,17 @@ class LayoutProofError(ValueError):
 
 @dataclass(frozen=True)
 class RankShare:
-    """What the ranks with one (tensor, pipeline) coordinate hold; ``layers``: global layers of each model chunk. The
-    first of these ranks was built; its states are without the gaps of a gradient buffer."""
+    """What the ranks with one (tensor, pipeline) coordinate hold, in a mixture those with one share of the same experts
+    among them; ``layers``: global layers of each model chunk. The first of these ranks was built; its states are
+    without the gaps of a gradient buffer."""
 
     ranks: tuple[int, ...]
     tensor: int
     pipeline: int
     layers: tuple[range, ...]
     states: States
+    expert: int = 0
+    expert_tensor: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,10 @@ class _Holder:
 
     rule: Rule
     shape: ModelShape
+    rank: int
     stage: int
-    tensor_rank: int
+    expert: int  # which share of the experts the rank holds
+    shard: Shard
 
 
 def prove_layout(
@@ -89,9 +96,10 @@ def prove_layout(
     started = time.perf_counter()
     shape = read_model_shape(model_path) if value_head is None else read_value_shape(model_path, value_head)
     shares, holders, problems = [], [], []
-    for rank in layout.ranks(context=0, replica=0):  # one of every (tensor, stage)
+    for ranks in _alike(shape, layout):
+        rank = ranks[0]
         try:
-            share, held, found = _build(shape, layout, rank, dtype, distributed_optimizer, converters)
+            share, held, found = _build(shape, layout, ranks, dtype, distributed_optimizer, converters)
         except (AssertionError, RuntimeError, ValueError) as error:  # how Megatron refuses a layout
             raise LayoutProofError(f"rank {rank} cannot be built: {error}") from error
         shares.append(share)
@@ -99,7 +107,7 @@ def prove_layout(
         problems += [f"rank {rank}: {problem}" for problem in found]
     lora = adapters_of(converters)
     tensors = [*hf_tensors(shape), *(hf_tensors(lora.shape(shape)) if lora else ())]
-    problems += [*_places(shape, tensors, layout.tensor_parallel_size, holders)]
+    problems += [*_places(shape, tensors, holders)]
     problems += _transformers_differences(model_path, shape)
     if problems:
         raise LayoutProofError("the weights do not all have exactly one place:\n" + "\n".join(problems))
@@ -107,58 +115,85 @@ def prove_layout(
     return LayoutProof(layout, tuple(shares), len(tensors), entries, time.perf_counter() - started)
 
 
+def _alike(shape: ModelShape, layout: ParallelLayout) -> list[tuple[int, ...]]:
+    """The ranks by what they hold of the model; those that hold the same together."""
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank, place in enumerate(layout.places):
+        of_experts = (place.expert_tensor, place.expert) if shape.num_experts else ()
+        alike[(place.tensor, place.stage, *of_experts)].append(rank)
+    return [tuple(ranks) for ranks in alike.values()]
+
+
 def _build(
-    shape: ModelShape, layout: ParallelLayout, rank: int, dtype: torch.dtype, distributed_optimizer: bool,
+    shape: ModelShape, layout: ParallelLayout, ranks: tuple[int, ...], dtype: torch.dtype, distributed_optimizer: bool,
     converters: Sequence[LayerConverter],
 ) -> tuple[RankShare, list[_Holder], list[str]]:  # fmt: skip
-    place = layout.place(rank)
-    holders, problems, layers, parameters, adapters, copies = [], [], [], 0, 0, 0
+    """The first of these ranks."""
+    rank, place = ranks[0], layout.place(ranks[0])
+    holders, problems, layers, parameters, of_experts, adapters, copies = [], [], [], 0, 0, 0, 0
     lora = adapters_of(converters)
     with fake_rank(layout, rank):
         for chunk in _meta_chunks(shape, layout, dtype, lora):
             for model in (shape, *((lora.shape(shape),) if lora else ())):
                 rules, named = model_rules(chunk, model), parameters_of(chunk, model)
-                found = unaccounted_parameters(rules, model, named, layout.tensor_parallel_size)
+                found = unaccounted_parameters(rules, model, named, own_shard)
                 problems += [f"{what}: {sorted(names)}" for what, names in found.items()]
                 wanted = torch.float32 if model.adapter_rank else dtype
                 problems += [f"{name} is {p.dtype}, not {wanted}" for name, p in named.items() if p.dtype != wanted]
-                holders += [_Holder(rule, model, place.stage, place.tensor) for rule in rules]
+                holders += [_Holder(rule, model, rank, place.stage, place.expert, own_shard(rule)) for rule in rules]
             first = chunk.decoder.layers[0].layer_number - 1
             layers.append(range(first, first + len(chunk.decoder.layers)))
             parameters += sum(p.numel() for p in chunk.parameters())
+            # as Megatron's DDP tells them apart (megatron-core 0.16.1 distributed/distributed_data_parallel.py:122)
+            of_experts += sum(p.numel() for p in chunk.parameters() if not getattr(p, "allreduce", True))
             adapters += sum(p.numel() for p in adapter_parameters([chunk]))
             copies += kept_bytes(converters, chunk.decoder)
-    shards = layout.copies if distributed_optimizer else 1
     trained, per_parameter = (adapters, 8) if lora else (parameters, 8 if dtype == torch.float32 else 12)
+    shared = [(trained, layout.copies)]
+    if of_experts and not lora:
+        shared = [(trained - of_experts, layout.copies), (of_experts, layout.expert_copies)]
+    optimizer = sum(-(-count * per_parameter // (held if distributed_optimizer else 1)) for count, held in shared)
     weights = (parameters - adapters) * dtype.itemsize + adapters * torch.float32.itemsize
-    states = States(parameters, weights, trained * GRADIENT_BYTES, -(-trained * per_parameter // shards), copies)
-    ranks = layout.ranks(tensor=place.tensor, stage=place.stage)
-    return RankShare(ranks, place.tensor, place.stage, tuple(layers), states), holders, problems
+    states = States(parameters, weights, trained * GRADIENT_BYTES, optimizer, copies)
+    share = RankShare(ranks, place.tensor, place.stage, tuple(layers), states, place.expert, place.expert_tensor)
+    return share, holders, problems
 
 
-def _places(
-    shape: ModelShape, tensors: Sequence[HFTensor], size: int, holders: Iterable[_Holder]
-) -> Iterator[str]:
+def _places(shape: ModelShape, tensors: Sequence[HFTensor], holders: Sequence[_Holder]) -> Iterator[str]:
     """HF tensors without exactly one place for every entry. A tied embedding is on the first stage and on the last."""
-    stages: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-    rules: dict[str, _Holder] = {}
+    stages: dict[str, dict[int, list[_Holder]]] = defaultdict(lambda: defaultdict(list))
+    ranks: dict[tuple[int, int | None], set[int]] = defaultdict(set)
     for holder in holders:
+        ranks[holder.stage, None].add(holder.rank)
+        ranks[holder.stage, holder.expert].add(holder.rank)
         for name in filter(None, holder.rule.hf_names):
-            if holder.tensor_rank in stages[name][holder.stage]:
-                yield f"{name} is held twice by tensor-parallel rank {holder.tensor_rank} of stage {holder.stage}"
-            stages[name][holder.stage].add(holder.tensor_rank)
-            rules[name] = holder
+            stages[name][holder.stage].append(holder)
     for name in (tensor.name for tensor in tensors):
         at = stages.pop(name, {})
         copies = 2 if shape.tied_embeddings and name == shape.family.embedding else 1
         if not 1 <= len(at) <= copies:
             yield f"{name} is held by the pipeline stages {sorted(at)}, one is right"
-        for stage, ranks in at.items():
-            if len(ranks) != size:
-                yield f"{name}: stage {stage} has it on the tensor-parallel ranks {sorted(ranks)} of {size}"
-        if name in rules:
-            yield from _gaps(name, rules[name].rule, rules[name].shape, size)
+        for stage, held in at.items():
+            yield from _holder_problems(name, stage, held, ranks)
+        for one in [held[0] for held in at.values()][:1]:
+            yield from _gaps(name, one.rule, one.shape, one.shard.tp_size)
     yield from (f"{name} is no tensor of the checkpoint" for name in stages)
+
+
+def _holder_problems(
+    name: str, stage: int, held: Sequence[_Holder], ranks: Mapping[tuple[int, int | None], set[int]]
+) -> Iterator[str]:
+    """``ranks``: the built ones of every stage, all and by their share of the experts."""
+    first, holding = held[0], Counter(holder.rank for holder in held)
+    twice = [rank for rank, times in holding.items() if times > 1]
+    if twice:
+        yield f"{name} is held twice by rank {twice[0]} of stage {stage}"
+    wanted = ranks[stage, None if first.rule.expert is None else first.expert]
+    if holding.keys() != wanted:
+        yield f"{name}: stage {stage} has it on the ranks {sorted(holding)}, right is {sorted(wanted)}"
+    shards = {holder.shard.tp for holder in held}
+    if len(shards) != first.shard.tp_size:
+        yield f"{name}: stage {stage} has shards {sorted(shards)} of {first.shard.tp_size}"
 
 
 def _gaps(name: str, rule: Rule, shape: ModelShape, size: int) -> Iterator[str]:
@@ -183,7 +218,7 @@ def _transformers_differences(model_path: str | Path, shape: ModelShape) -> Iter
 
     with reading(Path(model_path) / "config.json", "by transformers"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path, local_files_only=True))
-    theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    theirs = dict(_one_by_one((name, tuple(p.shape)) for name, p in model.named_parameters()))
     ours = {t.name: t.shape for t in hf_tensors(shape)}
     if shape.value_head is not None:
         theirs.pop(shape.family.output, None)
@@ -191,6 +226,19 @@ def _transformers_differences(model_path: str | Path, shape: ModelShape) -> Iter
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
             yield f"{name}: transformers has {theirs.get(name)}, the weight map {ours.get(name)}"
+
+
+def _one_by_one(named: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors as transformers saves them: of each expert, gate and up apart; its class has one of all experts."""
+    for name, shape in named:
+        path, _, stacked = name.rpartition(".experts.")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(stacked) if path else None
+        if parts is None:
+            yield name, shape
+            continue
+        experts, rows, columns = shape
+        for expert, part in itertools.product(range(experts), parts):
+            yield f"{path}.experts.{expert}.{part}.weight", (rows // len(parts), columns)
 
 
 def _meta_chunks(
@@ -215,26 +263,36 @@ def format_proof(proof: LayoutProof) -> str:
     """One row for all ranks that hold as much of the same layers, and what was proved."""
     heaviest = max(proof.shares, key=lambda share: share.states.total)
     copies = any(share.states.copies for share in proof.shares)
-    header = (*_SHARE, *_MEMORY, *([COPIES] if copies else []), "GiB together", "ranks")
+    experts = any(share.expert for share in proof.shares)
     alike: dict[tuple[Any, ...], list[RankShare]] = defaultdict(list)
     for share in proof.shares:
-        alike[dataclasses.astuple(dataclasses.replace(share, ranks=(), tensor=0))].append(share)
-    rows = [header, *(_row(shares, copies) for shares in alike.values())]
+        alike[dataclasses.astuple(dataclasses.replace(share, ranks=(), tensor=0, expert=0, expert_tensor=0))].append(share)
+    rows = [_header(copies, experts), *(_row(shares, copies, experts) for shares in alike.values())]
     table = [f"  {line}" for line in aligned(rows)]
     what = "weights, fp32 gradients, optimizer" + (f", {COPIES} of weights" if copies else "")
     title = f"memory per rank before activations ({what}), GiB:"
     return "\n".join([title, *table, *_conclusions(proof, heaviest)]) + "\n"
 
 
-def _row(shares: Sequence[RankShare], copies: bool) -> tuple[str, ...]:
+def _header(copies: bool, experts: bool) -> tuple[str, ...]:
+    share = ("tp", *(["ep"] if experts else []), "pp", "layers", "parameters")
+    return (*share, *_MEMORY, *([COPIES] if copies else []), "GiB together", "ranks")
+
+
+def _row(shares: Sequence[RankShare], copies: bool, experts: bool) -> tuple[str, ...]:
     share, states = shares[0], shares[0].states
-    tensor = str(share.tensor) if len(shares) == 1 else f"{share.tensor}-{shares[-1].tensor}"
+    place = [_span(one.tensor for one in shares), *([_span(one.expert for one in shares)] if experts else [])]
     ranks = tuple(sorted(rank for one in shares for rank in one.ranks))
     own = (states.weights, states.gradients, states.optimizer, *((states.copies,) if copies else ()))
     layers = " ".join(f"{layers[0]}-{layers[-1]}" for layers in share.layers)
     memory = [f"{size / GIB:.3f}" for size in (*own, states.total)]
     shown = " ".join(map(str, ranks[:_RANKS_SHOWN])) + (f" ... ({len(ranks)})" if len(ranks) > _RANKS_SHOWN else "")
-    return tensor, str(share.pipeline), layers, f"{states.parameters:,}", *memory, shown
+    return *place, str(share.pipeline), layers, f"{states.parameters:,}", *memory, shown
+
+
+def _span(numbers: Iterable[int]) -> str:
+    found = sorted(set(numbers))
+    return f"{found[0]}" if len(found) == 1 else f"{found[0]}-{found[-1]}"
 
 
 def _conclusions(proof: LayoutProof, heaviest: RankShare) -> list[str]:

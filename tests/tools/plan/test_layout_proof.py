@@ -1,19 +1,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
 from openrlhf_ext.megatron.layers.fp8 import FP8Layers
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.tools.plan import layout_proof
 from openrlhf_ext.tools.plan.layout_proof import LayoutProof, LayoutProofError, format_proof, prove_layout
-from tests.models import FAMILIES
+from tests.models import EXPERTS, EXPERTS_PER_TOKEN, FAMILIES, MIXTURES
 
-QWEN25_32B = Path(__file__).parents[3] / "configs/models/qwen2.5-32b"
+MODELS = Path(__file__).parents[3] / "configs/models"
+QWEN25_32B, QWEN3_30B_A3B = MODELS / "qwen2.5-32b", MODELS / "qwen3-30b-a3b"
 
 
 def config_folder(path: Path, family: str = "qwen2", **more) -> Path:
@@ -22,6 +25,9 @@ def config_folder(path: Path, family: str = "qwen2", **more) -> Path:
         "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False,
     }  # fmt: skip
+    if family in MIXTURES:
+        own = {"moe_intermediate_size": 48, "num_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN}
+        sizes |= own | MIXTURES[family]
     FAMILIES[family][0](**(sizes | more)).save_pretrained(path)
     return path
 
@@ -41,6 +47,25 @@ def test_qwen25_32b_on_64_ranks():
     assert own.weights == 2 * own.parameters and own.optimizer == 12 * own.parameters // 4
     assert (proof.hf_tensors, proof.hf_parameters) == (771, 32_763_876_352)
     assert "2,048,028,672" in format_proof(proof) and "built 16 of 64 ranks" in format_proof(proof)
+
+
+@pytest.mark.parametrize(("ranks", "gib"), [(8, 67.26), (16, 45.93), (32, 35.26), (128, 27.26)])
+def test_qwen3_30b_a3b_with_its_experts_over_eight_ranks(ranks, gib):
+    layout = ParallelLayout(ranks, 2, sequence_parallel=True, expert_parallel_size=8)
+    proof = prove_layout(QWEN3_30B_A3B, layout, torch.bfloat16, distributed_optimizer=True)
+    assert (proof.hf_tensors, proof.hf_parameters) == (18_867, 30_532_122_624)
+    assert [(share.tensor, share.expert) for share in proof.shares] == [(rank % 2, rank) for rank in range(8)]
+    experts, both = 48 * 128 // 8 * 3 * 2048 * 768, 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048
+    dense = both + (48 * (2 * 32 + 2 * 4) * 128 * 2048 + 2 * 151936 * 2048) // 2
+    for share in proof.shares:
+        own = share.states
+        assert own.parameters == dense + experts and own.weights == 2 * own.parameters
+        assert own.optimizer == -(-12 * dense // (ranks // 2)) + -(-12 * experts // (ranks // 8))
+        assert share.ranks == tuple(range(share.expert, ranks, 8))
+        assert own.total / 2**30 == pytest.approx(gib, abs=0.005)
+    title, header, row, *_ = format_proof(proof).splitlines()
+    assert header.split()[:3] == ["tp", "ep", "pp"] and row.split()[:3] == ["0-1", "0-7", "0"]
+    assert proof.seconds < 60  # 2 s of a core that nobody else uses
 
 
 def test_fp8_copies_of_the_weights_are_counted(tmp_path):
@@ -81,6 +106,96 @@ def test_every_kind_of_layout(tmp_path, family, more, layout):
     for share in proof.shares:
         assert len(share.layers) == layout.virtual_pipeline_size
         assert share.states.total == 16 * share.states.parameters, "fp32: weight, gradient, two moments"
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "built"),
+    [
+        ("qwen3_moe", {"world_size": 4}, 1),
+        ("qwen3_moe", {"world_size": 8, "tensor_parallel_size": 2}, 2),  # an expert is cut as all else
+        ("qwen2_moe", {"world_size": 8, "expert_parallel_size": 8}, 8),
+        ("qwen2_moe", {"world_size": 8, "tensor_parallel_size": 4, "expert_parallel_size": 2}, 4),
+        ("qwen3_moe", {"world_size": 16, "expert_parallel_size": 4, "expert_tensor_parallel_size": 2}, 8),
+        (
+            "qwen2_moe",
+            {"world_size": 16, "tensor_parallel_size": 2, "context_parallel_size": 2, "pipeline_parallel_size": 2,
+             "virtual_pipeline_size": 2, "expert_parallel_size": 2, "expert_tensor_parallel_size": 2},
+            8,
+        ),
+    ],
+)  # fmt: skip
+def test_every_kind_of_layout_of_a_mixture(tmp_path, family, layout, built):
+    layout = ParallelLayout(**layout, sequence_parallel=layout.get("tensor_parallel_size", 1) > 1)
+    proof = prove_layout(config_folder(tmp_path, family), layout, torch.float32, distributed_optimizer=False)
+    assert len(proof.shares) == built
+    assert sorted(rank for share in proof.shares for rank in share.ranks) == list(range(layout.world_size))
+
+
+def held_wrongly(monkeypatch, change) -> None:
+    """Rules of experts become ``change(rule, share, experts of a share)`` on every rank of four; None: no rule."""
+
+    def wrong(chunk, shape):
+        share, each = parallel_state.get_expert_model_parallel_rank(), shape.num_experts // 4
+        return [
+            changed
+            for rule in all_rules(chunk, shape)
+            if (changed := rule if rule.expert is None else change(rule, share, each)) is not None
+        ]
+
+    all_rules = layout_proof.model_rules
+    monkeypatch.setattr(layout_proof, "model_rules", wrong)
+
+
+def renamed(rule, expert: int):
+    names = tuple(name.replace(f"experts.{rule.expert}.", f"experts.{expert}.") for name in rule.hf_names)
+    return replace(rule, hf_names=names, expert=expert)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (  # the second share of the experts is that of the first
+            lambda rule, share, each: renamed(rule, rule.expert - each) if share == 1 else rule,
+            ["experts.0.up_proj.weight: stage 0 has it on the ranks [0, 1], right is [0]",
+             "experts.3.down_proj.weight is held by the pipeline stages [], one is right"],
+        ),
+        (  # a rank has one of its experts twice and lacks the other
+            lambda rule, share, each: renamed(rule, 6) if rule.expert == 7 else rule,
+            ["experts.6.gate_proj.weight is held twice by rank 3 of stage 0",
+             "experts.7.gate_proj.weight is held by the pipeline stages [], one is right"],
+        ),
+        (  # nobody has one
+            lambda rule, share, each: None if rule.expert == 5 else rule,
+            ["rank 2: parameters that no rule fills: ['decoder.layers.0.mlp.experts.linear_fc1.weight1'",
+             "experts.5.down_proj.weight is held by the pipeline stages [], one is right"],
+        ),
+    ],
+    ids=["a share twice", "an expert twice", "an expert missing"],
+)  # fmt: skip
+def test_an_expert_with_no_place_or_two_is_refused(tmp_path, monkeypatch, change, said):
+    held_wrongly(monkeypatch, change)
+    with pytest.raises(LayoutProofError) as error:
+        prove_layout(
+            config_folder(tmp_path, "qwen3_moe"), ParallelLayout(4, expert_parallel_size=4), torch.float32, True
+        )
+    for words in said:
+        assert words in str(error.value)
+
+
+def test_an_expert_that_only_some_of_its_ranks_hold_is_refused(tmp_path, monkeypatch):
+    """Two ranks share every expert, and one of them forgets one."""
+
+    def forgetful(chunk, shape):
+        rank = torch.distributed.get_rank()
+        return [rule for rule in all_rules(chunk, shape) if (rank, rule.expert) != (1, 3)]
+
+    all_rules = layout_proof.model_rules
+    monkeypatch.setattr(layout_proof, "model_rules", forgetful)
+    layout = ParallelLayout(4, 2, sequence_parallel=True, expert_parallel_size=2, expert_tensor_parallel_size=2)
+    with pytest.raises(LayoutProofError) as error:
+        prove_layout(config_folder(tmp_path, "qwen3_moe"), layout, torch.float32, True)
+    assert "experts.3.up_proj.weight: stage 0 has it on the ranks [0], right is [0, 1]" in str(error.value)
+    assert "experts.3.up_proj.weight: stage 0 has shards [0] of 2" in str(error.value)
 
 
 def test_a_critic_has_a_value_head_in_the_place_of_the_projection(tmp_path):
