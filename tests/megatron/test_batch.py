@@ -49,17 +49,21 @@ def test_a_selection_has_the_rows_in_its_order():
 def test_a_batch_travels_out_of_band():
     batch = ragged([(3, 2), (4, 5000), (2, 2)])
     assert pickle.loads(pickle.dumps(batch)).experts_MYK is None
-    batch = dataclasses.replace(batch, experts_MYK=torch.ones(len(batch.tokens_M), 1, 2, dtype=torch.uint8))
+    experts = [np.full((length - 1, 1, 2), length, np.uint16) for length in (5, 5004, 4)]
+    batch = dataclasses.replace(batch.with_experts(experts), routed_B=(("a", 0), ("b", 1), ("a", 1)))
+    assert batch.select([2, 0]).routed_B == (("a", 1), ("a", 0))
+    assert batch.select([2]).experts_MYK[:, 0, 0].tolist() == [4, 4, 4, 0] and batch.told_B.tolist() == [4, 5003, 3]
     for part in (batch, batch.select([2]), batch.select([]), batch.select(slice(1, 3)), SequenceBatch.padding_row()):
         copy = pickle.loads(pickle.dumps(part))
         for field in dataclasses.fields(part):
             tensor, other = getattr(part, field.name), getattr(copy, field.name)
-            if tensor is None:  # a padding row's experts
+            if not torch.is_tensor(tensor):  # references, and a padding row's experts
+                assert other == tensor
                 continue
             assert other.dtype == tensor.dtype and torch.equal(other, tensor), field.name
     buffers: list[pickle.PickleBuffer] = []
     assert len(pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)) < 2000
-    assert max(len(buffer.raw()) for buffer in buffers) == 4 * len(batch.tokens_M)
+    assert max(len(buffer.raw()) for buffer in buffers) == 4 * len(batch.tokens_M)  # of two experts, 2 bytes each
 
 
 def test_padding_row_has_no_response():

@@ -37,7 +37,8 @@ def make_batch():
         first = starts[row // 4 * 4]
         experts_MYK[starts[row] : starts[row] + prompt - 1] = experts_MYK[first : first + prompt - 1]
     weights_N = torch.rand(batch.responses.tokens, generator=generator)
-    return dataclasses.replace(batch, experts_MYK=experts_MYK.to(torch.uint8)), weights_N
+    rows = experts_MYK.to(torch.uint8).split(batch.lengths_B.tolist())
+    return batch.with_experts([row.numpy()[:-1] for row in rows]), weights_N
 
 
 def truth(model, batch, weights_N) -> dict:
@@ -78,7 +79,7 @@ def truth(model, batch, weights_N) -> dict:
 def checkpoints(tmp_path_factory):
     """Family -> (path, truth with own experts, truth with given ones)."""
     batch, weights_N = make_batch()
-    own = dataclasses.replace(batch, experts_MYK=None)
+    own = dataclasses.replace(batch, experts_MYK=None, told_B=None)
     made = {}
     for family in ("qwen3_moe", "qwen2_moe"):
         path = tmp_path_factory.mktemp(family)
@@ -133,7 +134,7 @@ def test_equals_transformers(checkpoints, world_size):
     defaults = {"family": "qwen3_moe", "temperature": TEMPERATURE, "world_size": world_size, "micro_batch_size": 4}
     todo = [defaults | layout for layout in LAYOUTS[world_size]]
     todo = [case | {"model": checkpoints[case["family"]][0], "steps": 1} for case in todo]
-    own = dataclasses.replace(batch, experts_MYK=None)
+    own = dataclasses.replace(batch, experts_MYK=None, told_B=None)
     ranks = {
         replay: launch(
             "tests.megatron.parity", "run_cases", world_size, batch=batch if replay else own, weights_N=weights_N,

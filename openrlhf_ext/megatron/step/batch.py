@@ -46,13 +46,19 @@ class Prompts(NamedTuple):
 @dataclass(frozen=True)
 class SequenceBatch:
     """Concatenated sequences without padding, and where their response tokens are: in several ranges (of several turns)
-    or in none. A response token at position p is predicted by the hidden state at p - 1."""
+    or in none. A response token at position p is predicted by the hidden state at p - 1.
+
+    Routers take the experts that are given: those of the first ``told_B`` tokens of each sequence, at most of all but
+    the last. Where they travel by reference, ``routed_B`` is of each sequence what to fetch, and its place in it.
+    """
 
     tokens_M: Tensor  # int32
     lengths_B: Tensor  # int64, tokens of each sequence
     ranges_R2: Tensor  # int64, [start, stop) of response tokens in their sequence, 1 or more, ascending
     ranges_B: Tensor  # int64, how many ranges each sequence has
-    experts_MYK: Tensor | None = None  # uint8 or int16, which experts each token goes to; a last token's are not read
+    experts_MYK: Tensor | None = None  # uint8 or int16
+    told_B: Tensor | None = None  # int64
+    routed_B: tuple[tuple[Any, int], ...] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths_B)
@@ -120,7 +126,19 @@ class SequenceBatch:
             self._ranges.take(self.ranges_R2, rows),
             self.ranges_B[index],
             None if self.experts_MYK is None else self.sequences.take(self.experts_MYK, rows),
+            None if self.told_B is None else self.told_B[index],
+            None if self.routed_B is None else tuple(self.routed_B[row] for row in torch.arange(len(self))[index]),
         )
+
+    def with_experts(self, experts_B: Sequence[np.ndarray]) -> SequenceBatch:
+        """With the experts of the first tokens of each sequence, (R_i, Y, K) uint8 or uint16."""
+        told_B = np.array([len(rows) for rows in experts_B], np.int64)
+        layers_YK = experts_B[0].shape[1:]
+        experts_MYK = np.zeros((len(self.tokens_M), *layers_YK), experts_B[0].dtype)
+        for start, rows_RYK in zip(self.sequences.bounds[:-1].tolist(), experts_B, strict=True):
+            experts_MYK[start : start + len(rows_RYK)] = rows_RYK
+        signed = experts_MYK.view(np.int16) if experts_MYK.dtype == np.uint16 else experts_MYK
+        return replace(self, experts_MYK=torch.from_numpy(signed), told_B=torch.from_numpy(told_B), routed_B=None)
 
     @classmethod
     def padding_row(cls) -> SequenceBatch:
@@ -332,11 +350,11 @@ def pack(
 def _routing(batch: SequenceBatch, experts: int, starts_B: Tensor, mine_L: Tensor) -> Routing:
     """Of the tokens at these places of the whole pack. Of a shared prompt they are those of its first row."""
     places_M = batch.sequences.block(slice(None)).positions(starts_B)
-    if batch.experts_MYK is None:
+    if batch.experts_MYK is None or batch.told_B is None:
         return Routing(torch.isin(mine_L, places_M) & (batch.responses.tokens > 0), None)
-    # engines tell the experts of all tokens but the last; where nothing is told, tokens are spread over all experts
-    counted_M = torch.ones(len(places_M), dtype=torch.bool)
-    counted_M[torch.from_numpy(batch.sequences.bounds[1:]) - 1] = False
+    # where nothing is told, as of padding, tokens are spread over all experts
+    place_M = torch.cat([torch.arange(length) for length in batch.lengths_B.tolist()])
+    counted_M = place_M < batch.told_B.repeat_interleave(batch.lengths_B)
     source_P = torch.full((max(int(mine_L.max()), int(places_M.max())) + 1,), -1)
     source_P[places_M[counted_M]] = counted_M.nonzero().squeeze(1)
     source_L = source_P[mine_L]
