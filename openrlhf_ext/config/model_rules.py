@@ -243,6 +243,10 @@ def _mixture_rules(config: RunConfig | SupervisedConfig, model: ModelShape, opti
                 f"{name} is not built for mixtures of experts: got it for the model of {option}; leave it out")
     if "mlp" in config.megatron.recompute_modules and config.megatron.recompute == "selective":
         yield _other_module(option, "mlp", "dense models", "moe")
+    if isinstance(config, RunConfig) and config.replays_rollout and config.guide_samples:
+        yield Violation(("train.routing_replay", "guide.model_name_or_path"),
+            "train.routing_replay takes the experts of the model that sampled, and a guide's are other ones: got "
+            f"{config.train.routing_replay} and samples of a guide; leave one of the two out")
     engine = config.vllm.tensor_parallel_size if isinstance(config, RunConfig) else 1
     if model.ffn_hidden_size % engine:
         yield _indivisible(option, "vllm.tensor_parallel_size", engine, "expert width", model.ffn_hidden_size)
@@ -254,6 +258,10 @@ def _dense_rules(config: RunConfig | SupervisedConfig, option: str) -> Iterator[
         if (size := getattr(config.megatron, field)) not in (None, 1):
             yield Violation((option, f"megatron.{field}"),
                 f"megatron.{field} is of mixtures of experts, the model of {option} is dense: got {size}; leave it out")
+    if isinstance(config, RunConfig) and config.train.routing_replay != "off":
+        yield Violation((option, "train.routing_replay"),
+            f"train.routing_replay is of mixtures of experts, the model of {option} is dense: got "
+            f"{config.train.routing_replay}; leave it out")
     if "moe" in config.megatron.recompute_modules and config.megatron.recompute == "selective":
         yield _other_module(option, "moe", "mixtures of experts", "mlp")
 

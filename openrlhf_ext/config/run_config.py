@@ -91,6 +91,11 @@ OpenRLHF that are refused are listed at the end.
         return self.actor.model_name_or_path
 
     @property
+    def replays_rollout(self) -> bool:
+        """Whether tokens are trained with the experts that the engines' routers took."""
+        return self.train.routing_replay == "rollout"
+
+    @property
     def has_critic(self) -> bool:
         return self.algo.advantage.estimator == "gae"
 

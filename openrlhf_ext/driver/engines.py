@@ -62,12 +62,14 @@ def engines_at_fault(error: BaseException) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EngineCall:
-    """A method that has been called on an engine, and ``EngineSupervisor.changes`` at that time."""
+    """A method that has been called on an engine, and ``EngineSupervisor.changes`` at that time. ``others``: of what it
+    returns besides the answer."""
 
     index: int
     engine: Any
     reference: Any
     changes: int
+    others: tuple[Any, ...] = ()
 
 
 class EngineSupervisor:
@@ -105,9 +107,13 @@ class EngineSupervisor:
         asked = [self.call(index, method) for index in range(len(self.engines))]
         return [self._answer(call, method) for call in asked]
 
-    def call(self, index: int, method: str, *arguments: Any) -> EngineCall:
+    def call(self, index: int, method: str, *arguments: Any, others: int = 0) -> EngineCall:
+        """``others``: how many values the method returns besides its answer, for whoever has their references."""
         engine = self.engines[index]
-        return EngineCall(index, engine, getattr(engine, method).remote(*arguments), self.changes)
+        if not others:
+            return EngineCall(index, engine, getattr(engine, method).remote(*arguments), self.changes)
+        reference, *more = getattr(engine, method).options(num_returns=1 + others).remote(*arguments)
+        return EngineCall(index, engine, reference, self.changes, tuple(more))
 
     def _answer(self, call: EngineCall, method: str) -> Any:
         while True:

@@ -84,7 +84,8 @@ class ExperienceMaker:
     """Makes experience out of groups; these are shaped here, whole, and never on a shard.
 
     Sequences are dealt to the policy's ranks by their ``costs`` in its model. Old
-    log-probs are of ``source``: ``config.estimator.old_logprobs``.
+    log-probs are of ``source``: ``config.estimator.old_logprobs``. ``replays``: the policy's ranks fetch the experts
+    that the engines' routers took, and take them too; other models choose their own.
     """
 
     policy: RankGroup
@@ -99,6 +100,7 @@ class ExperienceMaker:
     reward: RewardScorer | None = None
     source: str = "policy"
     engine_entropies: bool = False
+    replays: bool = False
     batches: int = field(default=0, init=False)
 
     @torch.no_grad()
@@ -108,9 +110,10 @@ class ExperienceMaker:
         log-probs come of the training pass, ``completed`` measures what depends on them."""
         groups = _by_prompt(groups)
         batch = sequences_of(in_group_order(groups, self.group_size))
+        routed = routed_by_engines(batch, in_group_order(groups, self.group_size)) if self.replays else batch
         started = time.perf_counter()
         pending = self._start_scores(batch)
-        old = self.old_logprobs(batch, get) if self.source == "policy" else None
+        old = self.old_logprobs(routed, get) if self.source == "policy" else None
         scores: dict[str, Any] = {name: scores.result(get) for name, scores in pending.items()}
         groups = with_rewards(groups, scores.pop("rewards")) if self.reward is not None else groups
         samples = in_group_order(groups, self.group_size)
@@ -127,7 +130,7 @@ class ExperienceMaker:
         metrics |= guide_gauges(samples) if self.guide is not None else {}
         metrics |= self.critic.take(batch, shaped) if self.critic is not None else {}
         self.batches += 1
-        shards = self._shards(shaped, batch, with_sequences=old is None)
+        shards = self._shards(shaped, routed, with_sequences=old is None)
         made = Experience(shards, batch, old, metrics, groups, Shaped(rollout, shaped, shown))
         made = made if old is None else self._described(made, old, shaped.metrics)
         made.metrics.update({"time/logprob": scored - started, "time/shape": time.perf_counter() - scored})
@@ -259,6 +262,14 @@ def with_rewards(groups: Sequence[Group], rewards_B: Tensor) -> list[Group]:
 def sequences_of(samples: Sequence[Response]) -> SequenceBatch:
     """The completions as the policy sees them."""
     return sequence_batch([sample.tokens_S for sample in samples], [sample.actions for sample in samples])
+
+
+def routed_by_engines(batch: SequenceBatch, samples: Sequence[Response]) -> SequenceBatch:
+    """The batch with references to the experts of every completion. Raises ValueError: a completion has none."""
+    routed = [sample.experts_at for sample in samples if sample.experts_at is not None]
+    if len(routed) < len(samples):
+        raise ValueError("train.routing_replay rollout: a completion came without experts of its engine")
+    return dataclasses.replace(batch, routed_B=tuple(routed))
 
 
 def rollout_batch(

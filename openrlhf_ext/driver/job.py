@@ -267,6 +267,7 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
             costs=row_costs(shape, config.megatron, config.layout),
             source=source,
             engine_entropies=engine_entropies(config),
+            replays=config.replays_rollout,
             **parts.auxiliary.experience_parts(config, parts.policy),
         ),
         supervisor=parts.supervisor,
@@ -324,7 +325,7 @@ def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
 def requests_of(config: RunConfig, parts: Parts) -> Requests:
     """What asks the engines for groups; with a guide they come from two sets of engines."""
     most = max_requests(config, parts.use_gpu)
-    policy = GroupRequests(parts.supervisor, most)
+    policy = GroupRequests(parts.supervisor, most, routed=config.replays_rollout)
     if parts.guide_supervisor is None:
         return policy
     return GuidedRequests(policy, GroupRequests(parts.guide_supervisor, most))

@@ -93,6 +93,7 @@ def start_engines(config: RunConfig, use_gpu: bool, policy_places: Reservation, 
     return _create_engines(
         config, use_gpu, places, policy_path(config), config.vllm.num_engines, config.train.seed,
         tells_entropies=engine_entropies(config), adapter=travelling_adapter(config),
+        routed_experts=config.replays_rollout,
     )  # fmt: skip
 
 
@@ -115,6 +116,7 @@ def _create_engines(
     seed: int,
     tells_entropies: bool = False,
     adapter: tuple[int, tuple[str, ...]] | None = None,
+    routed_experts: bool = False,
 ) -> EngineFleet:
     from openrlhf_ext.rollout.launch import create_rollout_engines
 
@@ -142,6 +144,7 @@ def _create_engines(
         bf16_layers=layers,
         adapter=adapter,
         tells_entropies=tells_entropies,
+        routed_experts=routed_experts,
         more_env={} if layers is None else fp8_env(use_gpu),
     )
 

@@ -10,6 +10,7 @@ one batch at a time and stand still while the policy trains.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -130,9 +131,10 @@ class GroupRequests:
     on the prompt and the weights only, and the repeated call draws the same completions.
     """
 
-    def __init__(self, supervisor: EngineSupervisor, max_requests: int) -> None:
-        """An engine is asked for ``max_requests`` completions at a time; a larger group goes to an idle one."""
-        self._supervisor, self._max_requests = supervisor, max_requests
+    def __init__(self, supervisor: EngineSupervisor, max_requests: int, routed: bool = False) -> None:
+        """An engine is asked for ``max_requests`` completions at a time; a larger group goes to an idle one.
+        ``routed``: the engines tell experts, which stay where they are (``Response.experts_at``)."""
+        self._supervisor, self._max_requests, self._routed = supervisor, max_requests, routed
         self._backlog: deque[tuple[Key, GroupRequest]] = deque()
         self._calls: dict[Any, tuple[EngineCall, Key, GroupRequest]] = {}
         self._load = [0] * len(supervisor.engines)
@@ -175,7 +177,7 @@ class GroupRequests:
             if self._load[index] and self._load[index] + request.samples > self._max_requests:
                 return
             self._backlog.popleft()
-            call = self._supervisor.call(index, "generate_group", request)
+            call = self._supervisor.call(index, "generate_group", request, others=int(self._routed))
             self._calls[call.reference] = call, key, request
             self._load[index] += request.samples
 
@@ -184,7 +186,10 @@ class GroupRequests:
         call, key, request = self._calls.pop(reference)
         self._load[call.index] -= request.samples
         try:
-            return key, ray.get(reference)
+            responses = ray.get(reference)
+            for place in call.others:
+                responses = [dataclasses.replace(r, experts_at=(place, i)) for i, r in enumerate(responses)]
+            return key, responses
         except (RayTaskError, RayActorError) as error:
             if not self._failed_with_sync(call, error):
                 if not is_engine_fault(error):
@@ -498,12 +503,23 @@ _ARRAYS = {
 """Of a response: its attribute and type, by the name in a checkpoint."""
 
 
+_EXPERTS = "experts"
+"""Name of the bytes of all experts, and where a response has their type and shape."""
+
+
 def plain_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Groups as plain values, and their arrays, one response behind the other."""
+    """Groups as plain values, and their arrays, one response behind the other; experts are fetched, a group's at a
+    time."""
     parts: dict[str, list[np.ndarray]] = {name: [np.zeros(0, kind)] for name, (_, kind) in _ARRAYS.items()}
+    parts[_EXPERTS] = [np.zeros(0, np.uint8)]
 
     def plain(response: Response) -> dict[str, Any]:
         values = dict(vars(response))
+        del values["experts_RLK"]
+        if (at := values.pop("experts_at")) is not None:
+            experts_RLK = ray.get(at[0])[at[1]]
+            values[_EXPERTS] = [experts_RLK.dtype.str, *experts_RLK.shape]
+            parts[_EXPERTS].append(experts_RLK.reshape(-1).view(np.uint8))
         for name, (attribute, _) in _ARRAYS.items():
             array = values.pop(attribute)
             values[name] = None if array is None else len(array)
@@ -515,10 +531,17 @@ def plain_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[st
 
 
 def groups_from_plain(plain: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> list[Group]:
-    """The reverse of :func:`plain_groups`."""
-    used = dict.fromkeys(_ARRAYS, 0)
+    """The reverse of :func:`plain_groups`; experts are where ranks fetch them."""
+    used = dict.fromkeys([*_ARRAYS, _EXPERTS], 0)
+
+    def experts(kind: str, *shape: int) -> tuple[Any, int]:
+        start, size = used[_EXPERTS], np.dtype(kind).itemsize * math.prod(shape)
+        used[_EXPERTS] += size
+        return ray.put([arrays[_EXPERTS][start : start + size].view(kind).reshape(shape)]), 0
 
     def response(values: dict[str, Any]) -> Response:
+        if (told := values.pop(_EXPERTS, None)) is not None:
+            values["experts_at"] = experts(*told)
         for name, (attribute, _) in _ARRAYS.items():
             count, start = values.pop(name, None), used[name]  # earlier releases had fewer
             used[name] += count or 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import ray
 import torch
 import torch.distributed as dist
 
@@ -97,9 +98,11 @@ class PolicyActor(TrainedActor):
         if device is None or sleeping.engine_share is None:
             return
         distributed = settings.optimizer is not None and settings.megatron.distributed_optimizer_enable
-        replicas = settings.layout.copies if distributed else 1
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        states = state_bytes(sum(p.numel() for p in trained), trained[0].element_size(), replicas)
+        states = 0
+        for of_all, copies in ((True, settings.layout.copies), (False, settings.layout.expert_copies)):
+            entries = sum(p.numel() for p in trained if getattr(p, "allreduce", True) == of_all)
+            states += state_bytes(entries, trained[0].element_size(), copies if distributed else 1)
         states += sum(p.nbytes for p in self._parameters if not p.requires_grad)
         states += self.policy.kept_bytes
         staging = 2 * self.publisher.plan.largest_frame
@@ -136,8 +139,32 @@ class PolicyActor(TrainedActor):
         """(N,) old log-probs and entropies of the response tokens of this replica's sequences, which may be none. The
         replica keeps the sequences: they are what the next ``fit`` is about."""
         self.reload_states("parameters")
-        self.batch = batch
-        return [plain(values_N) for values_N in self.policy.logprobs(batch)]
+        self.batch = self._with_experts(batch)
+        return [plain(values_N) for values_N in self.policy.logprobs(self.batch)]
+
+    def _with_experts(self, batch: SequenceBatch) -> SequenceBatch:
+        """The batch with the experts that its references say. Raises ValueError: they are of another model."""
+        if not batch.routed_B:
+            return batch
+        references = list(dict.fromkeys(reference for reference, _ in batch.routed_B))
+        seconds = self.policy.settings.megatron.collective_timeout_s
+        with phase("fetching the experts of completions"):
+            try:
+                groups = dict(zip(references, ray.get(references, timeout=seconds), strict=True))
+            except ray.exceptions.GetTimeoutError as error:
+                raise TimeoutError(
+                    f"the experts of {len(references)} groups did not come from the engines' nodes within {seconds:g} s "
+                    "(megatron.collective_timeout_s)"
+                ) from error
+        experts_B = [groups[reference][number] for reference, number in batch.routed_B]
+        shape = self.policy.shape
+        wanted = shape.num_layers, shape.experts_per_token
+        if wrong := {rows.shape[1:] for rows in experts_B} - {wanted}:
+            raise ValueError(
+                f"engines told experts of {sorted(wrong)} (layers, experts of a token), the policy has {wanted}: the "
+                "engines have another model"
+            )
+        return batch.with_experts(experts_B)
 
     @phase("reference log-probs")
     def reference_logprobs(self, batch: SequenceBatch) -> np.ndarray:
@@ -156,7 +183,7 @@ class PolicyActor(TrainedActor):
     def take_shard(self, shard: TrainingShard) -> None:
         self.shard, self.seen = shard, None
         if shard.sequences is not None:
-            self.batch, self.seen = shard.sequences, []
+            self.batch, self.seen = self._with_experts(shard.sequences), []
 
     @phase("training")
     @timed("train")
