@@ -442,6 +442,6 @@ class _MadeEngine:
         completion = SimpleNamespace(
             token_ids=ids, text=self._text, finish_reason="stop" if len(ids) == len(self._ids) else "length",
             stop_reason=None, logprobs=[{token: SimpleNamespace(logprob=-1.0)} for token in ids],
-            weight_versions=[(0, 0, len(ids))],
+            weight_versions=[(0, 0, len(ids))], routed_experts=None,
         )  # fmt: skip
         return SimpleNamespace(prompt_token_ids=prompt_token_ids, outputs=[completion])

@@ -234,6 +234,7 @@ class GradedSingleTurnExecutor(GradedExecutor):
             extra_logs={} if grade is None else grade.extra_logs,
             # where the engine tells entropies, they stand in the place of ranks (worker_extension)
             entropies_T=np.array(completion.logprobs.ranks, dtype=np.float32) if engine.tells_entropies else None,
+            experts_RLK=completion.routed_experts,
         )
 
     async def _grade(

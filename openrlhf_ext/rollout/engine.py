@@ -92,6 +92,7 @@ class RolloutEngine(compat.RolloutRayActor):
         bf16_layers: Sequence[int] | None = None,
         adapter: tuple[int, Sequence[str]] | None = None,
         tells_entropies: bool = False,
+        routed_experts: bool = False,
         request_timeout_s: float,
         **engine_args: Any,
     ) -> None:
@@ -107,6 +108,7 @@ class RolloutEngine(compat.RolloutRayActor):
             adapter: rank and modules of those that updates bring, over the weights from the disk, which stay
                 (`adapters`); None: updates bring all weights.
             tells_entropies: completions bring the entropy of each sampled token's distribution.
+            routed_experts: completions bring the experts that routers took (`Response.experts_RLK`).
         """
         answer_where()
         with without_collection():
@@ -128,6 +130,8 @@ class RolloutEngine(compat.RolloutRayActor):
             self.kwargs = worker_extension.with_quantized_layers(self.kwargs, bf16_layers)
         if adapter is not None:
             self.kwargs = adapters.with_adapter(self.kwargs, *adapter)
+        if routed_experts:
+            self.kwargs["enable_return_routed_experts"] = True
         self._keeps_base = adapter is not None
         self._in_process, self.tells_entropies = in_process, tells_entropies
         self._mm_pad_token_ids = None  # of images, which are not supported; read by OpenRLHF's `generate`
@@ -156,8 +160,9 @@ class RolloutEngine(compat.RolloutRayActor):
         self, prompt_token_ids: Sequence[int], sampling_params: SamplingParams, multi_modal_data: Any = None
     ) -> vllm.RequestOutput:
         """vLLM's output, with log-probs of the sampled tokens alone if any are asked for; each completion has
-        ``weight_versions`` (`TokenVersions`). Raises GenerationTimeout; InvalidWeights: the weights are, or became
-        meanwhile, those of an incomplete update; EngineDied."""
+        ``weight_versions`` (`TokenVersions`), and ``routed_experts`` if the engine tells them (`scheduler.unpack`).
+        Raises GenerationTimeout; InvalidWeights: the weights are, or became meanwhile, those of an incomplete update;
+        EngineDied."""
         from openrlhf_ext.rollout.scheduler import unpack
 
         self._require_valid_weights()

@@ -71,6 +71,7 @@ def create_rollout_engines(
     bf16_layers: Sequence[int] | None = None,
     adapter: tuple[int, Sequence[str]] | None = None,
     tells_entropies: bool = False,
+    routed_experts: bool = False,
     more_env: Mapping[str, str] = MappingProxyType({}),
 ) -> EngineFleet:
     """Start engines and return their handles at once (`wait_until_ready`). Raises ValueError, EngineStartError.
@@ -82,6 +83,8 @@ def create_rollout_engines(
         batch_invariant: GPUs only: kernels whose results do not depend on what else is in the batch; slower.
         adapter: rank and modules of those that updates bring in the place of all weights.
         tells_entropies: of the distributions that tokens are sampled from, with the completions.
+        routed_experts: of a mixture of experts, with the completions (`response.Response.experts_RLK`). vLLM keeps a
+            row for every slot of its cache on the host: layers x experts of a token, bytes.
         more_env: of the engines' processes, beside `engine_env`.
     """
     engine_args = {
@@ -100,6 +103,7 @@ def create_rollout_engines(
         "bf16_layers": bf16_layers,
         "adapter": adapter,
         "tells_entropies": tells_entropies,
+        "routed_experts": routed_experts,
     }
     if options.dtype != "fp32":
         # else logits are rounded to the model's dtype, 0.06 nats where they exceed 16; "required for RL

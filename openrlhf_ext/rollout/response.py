@@ -1,7 +1,8 @@
 """What is asked of an engine, and what comes back: a group of graded completions as flat arrays; and how rollout fails.
 
 Importable without Ray, vLLM and torch; every error survives the way through Ray with its message.
-Shape suffixes: S = tokens of a sequence, T = its completion tokens.
+Shape suffixes: S = tokens of a sequence, T = its completion tokens, R = its first tokens, which routers have seen, L =
+layers, K = experts of a token.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,8 @@ Span = tuple[int, int, int]
 """(version of the weights, first token, end)"""
 SPANS_KEY = "weight_versions"
 """Where a response carries the spans of its whole token sequence; tokens that were not sampled are in none."""
+ROUTING_KEY = "routed_experts"
+"""Where a response carries rows of experts, of the first tokens of its whole sequence."""
 
 
 class RolloutError(RuntimeError):
@@ -139,6 +142,12 @@ class Response:
         truncated: cut at the length limit without end of sequence.
         extra_logs: the reward function's own numbers, and ``reward_failed``.
         from_guide: sampled by the guide, whose weights have no versions that count.
+        experts_RLK: uint8 or uint16 numbers of the experts that every layer's router took, in the router's order, for
+            the first R tokens of ``tokens_S``, without a hole; those of a sampled token are of the weights that sampled
+            the next one, those of what was there before of the weights that saw it first. None if the engine was not
+            asked to tell. R is all tokens but the last of the completion: no router has seen that one, nor what an
+            environment wrote behind it. It is less only where an agent changed what was sampled: not even the engine
+            has seen what comes after that.
     """
 
     tokens_S: np.ndarray
@@ -151,6 +160,7 @@ class Response:
     extra_logs: dict[str, float]
     from_guide: bool = False
     entropies_T: np.ndarray | None = None
+    experts_RLK: np.ndarray | None = None
 
     @property
     def sampled(self) -> int:
@@ -191,9 +201,11 @@ class Response:
             logprobs = np.concatenate([np.zeros(0, np.float32), *kept])
         versions = ((version, *span) for version, first, end in answer.get(SPANS_KEY, ())
                     for span in _cut([(first, end)], len(tokens_S)))  # fmt: skip
+        experts_RLK = answer.get(ROUTING_KEY)
         return cls(
             tokens_S, logprobs, actions, tuple(versions), float(answer["reward"]), float(answer["scores"]),
             bool(answer.get("truncated", False)), {name: float(value) for name, value in answer["extra_logs"].items()},
+            experts_RLK=None if experts_RLK is None else experts_RLK[: len(tokens_S) - 1],
         )  # fmt: skip
 
 
@@ -208,13 +220,56 @@ def _cut(spans: Iterable[tuple[int, int]], length: int) -> Iterable[tuple[int, i
     return ((int(start), min(int(stop), length)) for start, stop in spans if start < length)
 
 
+class _Text(NamedTuple):
+    """What a request has made of a prompt, and rows of experts of its tokens from ``first`` on, but for the last."""
+
+    tokens_S: np.ndarray
+    first: int
+    experts_RLK: np.ndarray
+
+
+class RoutedTexts:
+    """Rows of experts of one response, as its requests bring them. A request goes on where others ended, and brings
+    the rows that they lack: of their last token, of what an environment wrote, and of what it samples itself."""
+
+    def __init__(self) -> None:
+        self._texts: list[_Text] = []
+
+    def add(self, tokens: Iterable[int], experts_RLK: np.ndarray) -> None:
+        """Of all tokens but the last; those in front that are known already may be missing."""
+        tokens_S = np.fromiter(tokens, np.int32)
+        self._texts.append(_Text(tokens_S, len(tokens_S) - 1 - len(experts_RLK), experts_RLK))
+
+    def known(self, tokens: Iterable[int]) -> list[np.ndarray]:
+        """Rows of the first of these tokens, as far as they are known. A router has seen all tokens before its own, so
+        that a row is one of this text only if all of these are the same."""
+        if not self._texts:
+            return []
+        tokens_S, have, parts = np.fromiter(tokens, np.int32), 0, []
+        for text in self._texts:
+            stop = min(_same(text.tokens_S, tokens_S), len(text.tokens_S) - 1)
+            if text.first <= have < stop:
+                parts.append(text.experts_RLK[have - text.first : stop - text.first])
+                have = stop
+        return parts
+
+
+def _same(one_S: np.ndarray, other_S: np.ndarray) -> int:
+    """How many tokens two texts begin with."""
+    length = min(len(one_S), len(other_S))
+    differs = one_S[:length] != other_S[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
 class ResponseRecorder:
-    """Stands in for the engine while one response is made, and afterwards says which weights its tokens came from.
-    ``seed`` is of the response, from which every request without one gets a seed of its own."""
+    """Stands in for the engine while one response is made, and afterwards says which weights its tokens came from, and
+    which experts they took. ``seed`` is of the response, from which every request without one gets a seed of its
+    own."""
 
     def __init__(self, engine: Any, seed: int | None = None) -> None:
         self._engine, self._seed, self._turns = engine, seed, 0
         self._sampled: list[tuple[list[int], list[Span]]] = []
+        self._routed = RoutedTexts()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -224,14 +279,21 @@ class ResponseRecorder:
             sampling_params = sampling_params.clone()
             sampling_params.seed = derived_seed(self._seed, self._turns)
         self._turns += 1
+        prompt = list(prompt_token_ids)
+        if known := sum(map(len, self._routed.known(prompt))):
+            sampling_params = sampling_params.clone()
+            sampling_params.routed_experts_prompt_start = min(known, len(prompt) - 1)  # vLLM wants one token at least
         output = await self._engine.generate(prompt_token_ids, sampling_params, *args, **kwargs)
         for completion in output.outputs:
             self._sampled.append((list(completion.token_ids), completion.weight_versions))
+            if completion.routed_experts is not None:
+                self._routed.add([*prompt, *completion.token_ids], completion.routed_experts)
         return output
 
     def annotate(self, response: Any) -> Any:
-        """Adds ``SPANS_KEY`` to a response in OpenRLHF's form; one of another form is left alone. An action whose
-        tokens no request returned counts as sampled with the oldest weights of the whole response."""
+        """Adds ``SPANS_KEY``, and ``ROUTING_KEY`` where the engine tells experts, to a response in OpenRLHF's form; one
+        of another form is left alone. An action whose tokens no request returned counts as sampled with the oldest
+        weights of the whole response."""
         if isinstance(response, dict) and "action_ranges" in response and self._sampled:
             oldest = min((version for _, spans in self._sampled for version, _, _ in spans), default=0)
             tokens = response["observation_tokens"]
@@ -240,6 +302,8 @@ class ResponseRecorder:
                 for start, stop in response["action_ranges"]
                 for version, first, end in self._spans_of(list(tokens[start:stop]), oldest)
             ]
+            if parts := self._routed.known(tokens):
+                response[ROUTING_KEY] = np.concatenate(parts)
         return response
 
     def _spans_of(self, tokens: list[int], oldest: int) -> list[Span]:

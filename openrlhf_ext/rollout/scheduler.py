@@ -126,7 +126,7 @@ class _Kept:
     def packed(self) -> np.ndarray:
         rows = len(self.experts) // prod(self.row) if self.experts else 0
         header = _Header(len(self.logprobs), len(self.entropies), rows, *self.row)
-        parts = [np.array(header, np.int32), self.logprobs, self.entropies, self.experts]
+        parts: list[Any] = [np.array(header, np.int32), self.logprobs, self.entropies, self.experts]
         return np.frombuffer(b"".join(parts), np.uint8)
 
 

@@ -26,6 +26,9 @@ from vllm.model_executor.kernels.linear import (
     FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
     Fp8BlockScaledMMLinearKernel,
 )
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
@@ -50,6 +53,8 @@ vllm_moe.PATCH.apply()  # in a worker that vLLM spawned nobody else has applied 
 PER_BLOCK, EMULATED = "fp8_per_block", "fp8_per_block_emulated"
 _LISTED = 5
 _AT_ONCE = 1 << 24
+_AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+"""Kernels that take experts as they are loaded (fused_moe/oracle/unquantized.py:329)."""
 _SCORES = "compute_topk_scores"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 QUALIFIED_NAME = "openrlhf_ext.rollout.worker_extension.WeightSyncExtension"
@@ -163,41 +168,56 @@ def _quantizes_activations(kernel: Any) -> bool:
     return isinstance(kernel, Fp8BlockScaledMMLinearKernel) and kernel.apply_input_quant
 
 
-class _Rows(NamedTuple):
-    """Rows [start, stop) of a parameter; None: to its end."""
+class _Place(NamedTuple):
+    """A part of a parameter, of this shape when vLLM has loaded it, and before it processes it (packs, quantizes)."""
 
     module: torch.nn.Module
     parameter: str
-    start: int
-    stop: int | None
+    part: tuple[int | slice, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def whole(self) -> Tensor:
+        return getattr(self.module, self.parameter).detach()
 
     @property
     def values(self) -> Tensor:
-        return getattr(self.module, self.parameter).detach()[self.start : self.stop]
+        """Without a copy, but of an expert that is padded."""
+        values = self.whole[self.part]
+        return values.contiguous() if len(self.part) > 1 else values
 
 
 class HeldWeights:
     """Where a worker's model holds the tensors of a plan, to sum their bits after an update.
 
-    vLLM fuses tensors into one parameter (q, k and v; gate and up), cuts parameters into shards, holds keys and
-    values several times where there are more workers than heads, and pads vocabularies. What is held in the tensor's
-    own data type and in rows is summed in place; weights that vLLM quantizes, where they will be held, once a layer
-    has all of its tensors and before it quantizes them. For the rest it is the sum of what arrived.
+    vLLM fuses tensors into one parameter (q, k and v; gate and up; all experts of a layer), cuts parameters into
+    shards, holds keys and values several times where there are more workers than heads, and pads vocabularies. What is
+    held in the tensor's own data type and in rows is summed in place; weights that vLLM quantizes, and experts that it
+    packs or shuffles for a kernel, where they will be held, once a layer has all of its tensors and before it processes
+    them. For the rest it is the sum of what arrived.
     """
 
     def __init__(self, model: torch.nn.Module, plan: BucketPlan, workers: int) -> None:
         self._tensors, self._workers = plan.tensors, workers
-        self._modules = dict(model.named_modules())
+        self._modules = dict(model.named_modules(remove_duplicate=False))  # a mixture's kernel has its router, too
         self._fused = {
             part: (fused, parts.index(part), len(parts))
             for fused, parts in getattr(model, "packed_modules_mapping", {}).items()
             for part in parts
         }
-        places = [(spec, rows) for spec in plan.tensors if (rows := self._place(spec[0])) is not None]
-        self._rows = {spec[0]: rows for spec, rows in places if self._can_sum(rows.values, spec)}
-        self._quantized = {spec[0]: (rows, spec[1]) for spec, rows in places if self._will_be_quantized(rows, spec)}
-        for rows, _ in self._quantized.values():
-            self._sum_before_quantizing(rows.module)
+        self._held: dict[str, _Place] = {}
+        self._processed: dict[str, _Place] = {}
+        for spec in plan.tensors:
+            place = self._place(spec[0])
+            if place is not None and self._will_be_processed(place, spec):
+                self._processed[spec[0]] = place
+            elif place is not None and self._can_sum(place.values, spec):
+                self._held[spec[0]] = place
+        self._names: dict[torch.nn.Module, list[str]] = {}
+        for name, place in self._processed.items():
+            self._names.setdefault(place.module, []).append(name)
+        for module in self._names:
+            self._sum_before_processing(module)
         self._before: dict[str, tuple[Tensor, int]] = {}
         self._arrived: dict[str, Tensor] = {}
 
@@ -207,7 +227,7 @@ class HeldWeights:
         self._before.clear()
         shapes = {name: shape for name, shape, _ in self._tensors}
         for name, tensor in stream:
-            if name not in self._rows and name not in self._quantized:
+            if name not in self._held and name not in self._processed:
                 whole = words(tensor, shapes[name], self._workers)
                 assert whole is not None, "whole tensors arrive contiguous"
                 self._arrived[name] = bit_sum(whole)
@@ -217,62 +237,66 @@ class HeldWeights:
         """(sum of the bits, number of entries, whether as received) of every tensor, in the plan's order."""
         found = []
         for name, shape, _ in self._tensors:
-            if name in self._rows:
-                values = self._rows[name].values
-                held = words(values, shape, self._workers)
-                assert held is not None, f"vLLM moved the values of {name}"
-                found.append((bit_sum(held), values.numel(), False))
-            elif name in self._quantized:
-                nothing = torch.zeros((), dtype=torch.int64, device=self._quantized[name][0].values.device)
+            if name in self._held:
+                values = self._held[name].values
+                found.append((self._sum(name, values, shape), values.numel(), False))
+            elif name in self._processed:
+                nothing = torch.zeros((), dtype=torch.int64, device=self._processed[name].whole.device)
                 found.append((*self._before.get(name, (nothing, 0)), False))
             else:
                 found.append((self._arrived[name], torch.Size(shape).numel(), True))
         sums = torch.stack([total for total, _, _ in found]).tolist()
         return [(total, entries, received) for total, (_, entries, received) in zip(sums, found, strict=True)]
 
-    def _place(self, name: str) -> _Rows | None:
+    def _sum(self, name: str, values: Tensor, shape: Sequence[int]) -> Tensor:
+        held = words(values, shape, self._workers)
+        assert held is not None, f"vLLM moved the values of {name}"
+        return bit_sum(held)
+
+    def _place(self, name: str) -> _Place | None:
         path, _, parameter = name.rpartition(".")
-        return self._direct(path, parameter) or self._part_of_fused(path, parameter)
+        return self._direct(path, parameter) or self._part_of_fused(path, parameter) or self._of_expert(path, parameter)
 
     def _can_sum(self, values: Tensor, spec: Spec) -> bool:
         _, shape, dtype = spec
         fits = values.dtype == dtype and values.dim() == len(shape) and not values.is_meta and values.numel()
         return bool(fits) and words(values, shape, self._workers) is not None
 
-    def _will_be_quantized(self, rows: _Rows, spec: Spec) -> bool:
-        quantized = isinstance(getattr(rows.module, "quant_method", None), Fp8PerBlockOnlineLinearMethod)
-        if not quantized or rows.parameter != "weight":
-            return False
-        return self._can_sum(torch.empty(rows.values.shape, dtype=spec[2]), spec)
+    def _will_be_processed(self, place: _Place, spec: Spec) -> bool:
+        module: Any = place.module
+        method, dtype = getattr(module, "quant_method", None), spec[2]
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            changes, dtype = method.unquantized_backend not in _AS_LOADED, module.params_dtype
+        else:
+            changes = isinstance(method, Fp8PerBlockOnlineLinearMethod) and place.parameter == "weight"
+        return changes and self._can_sum(torch.empty(place.shape, dtype=dtype), spec)
 
-    def _sum_before_quantizing(self, module: Any) -> None:
+    def _sum_before_processing(self, module: Any) -> None:
         """Of a layer that a reload leaves out, there will be no sum. (vllm 0.29.0 model_loader/reload/layerwise.py:362
         loads all tensors of a layer, then has it processed.)"""
-        method = module.quant_method
+        method, shapes = module.quant_method, {name: shape for name, shape, _ in self._tensors}
         # of the class: there may be an earlier plan's in its place
         process = type(method).process_weights_after_loading
 
         def sum_and_process(layer: torch.nn.Module) -> None:
-            for name, (rows, shape) in self._quantized.items():
-                if rows.module is layer:
-                    held = words(rows.values, shape, self._workers)
-                    assert held is not None, f"vLLM moved the values of {name}"
-                    self._before[name] = bit_sum(held), rows.values.numel()
+            for name in self._names.get(layer, ()):
+                values = self._processed[name].values
+                self._before[name] = self._sum(name, values, shapes[name]), values.numel()
             process(method, layer)
 
         method.process_weights_after_loading = sum_and_process
 
-    def _direct(self, path: str, parameter: str) -> _Rows | None:
+    def _direct(self, path: str, parameter: str) -> _Place | None:
         module: Any = self._modules.get(path)
         if not isinstance(getattr(module, parameter, None), Tensor):
             return None
         if isinstance(module, VocabParallelEmbedding):
-            return _Rows(module, parameter, 0, module.shard_indices.num_org_elements)
+            return _rows(module, parameter, 0, module.shard_indices.num_org_elements)
         if getattr(module, "num_kv_head_replicas", 1) > 1:  # one tensor, of which only some rows are held several times
             return None
-        return _Rows(module, parameter, 0, None)
+        return _rows(module, parameter, 0, None)
 
-    def _part_of_fused(self, path: str, parameter: str) -> _Rows | None:
+    def _part_of_fused(self, path: str, parameter: str) -> _Place | None:
         parent, _, leaf = path.rpartition(".")
         fused, number, parts = self._fused.get(leaf, ("", 0, 0))
         module: Any = self._modules.get(f"{parent}.{fused}")
@@ -280,7 +304,32 @@ class HeldWeights:
         if len(sizes) != parts or not isinstance(getattr(module, parameter, None), Tensor):
             return None
         start = sum(sizes[:number])
-        return _Rows(module, parameter, start, start + sizes[number])
+        return _rows(module, parameter, start, start + sizes[number])
+
+    def _of_expert(self, path: str, parameter: str) -> _Place | None:
+        """``w13_weight`` is (experts, 2 widths, hidden), gate's rows first, ``w2_weight`` (experts, hidden, width),
+        both padded where vLLM takes more than a model has (fused_moe/routed_experts.py: _load_w13, _load_w2)."""
+        experts, _, part = path.rpartition(".")
+        parent, _, number = experts.rpartition(".")
+        layer = self._modules.get(f"{parent}.routed_experts")
+        if not isinstance(layer, RoutedExperts) or not number.isdecimal() or parameter != "weight":
+            return None
+        if layer.local_num_experts != layer.global_num_experts:  # of several workers each has some
+            return None
+        half, config = layer.intermediate_size_per_partition, layer.moe_config
+        width, hidden = config.intermediate_size_per_partition_unpadded, config.hidden_dim_unpadded
+        if part == layer.ckpt_down_proj_name:
+            return _Place(layer, "w2_weight", (int(number), slice(hidden), slice(width)), (hidden, width))
+        start = {layer.ckpt_gate_proj_name: 0, layer.ckpt_up_proj_name: half}.get(part)
+        if start is None:
+            return None
+        return _Place(layer, "w13_weight", (int(number), slice(start, start + width), slice(hidden)), (width, hidden))
+
+
+def _rows(module: torch.nn.Module, parameter: str, start: int, stop: int | None) -> _Place:
+    """None: to its end."""
+    rows = slice(start, stop)
+    return _Place(module, parameter, (rows,), tuple(getattr(module, parameter)[rows].shape))
 
 
 def _with_entropies(gather: Callable[..., Any]) -> Callable[..., Any]:
@@ -339,7 +388,8 @@ class WeightSyncExtension:
         if are_adapters(agreed) != (self._adapter is not None):
             brings, takes = ("all weights", "adapters") if self._adapter is not None else ("adapters", "all weights")
             raise WeightSyncError(f"the update brings {brings}, the engine was started for {takes} (adapter)")
-        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_telling)
+        for name in ("vllm.model_executor.model_loader.reload.layerwise", "vllm.v1.worker.gpu_model_runner"):
+            logging.getLogger(name).addFilter(_is_worth_telling)
         workers = self.vllm_config.parallel_config.tensor_parallel_size
         if self._adapter is not None:
             self._adapter.expect(agreed, workers)
@@ -386,5 +436,9 @@ class WeightSyncExtension:
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:
-    """Rotary embeddings have buffers and nothing in a checkpoint; vLLM warns about them at every reload."""
-    return "RotaryEmbedding: Failed to load weights" not in record.getMessage()
+    """vLLM warns at every reload about rotary embeddings, which have buffers and nothing in a checkpoint, and about
+    experts, which it loads under another name than it then looks for (v1/worker/gpu_model_runner.py:5681)."""
+    text = record.getMessage()
+    if text.startswith("Following weights were not loaded from checkpoint"):
+        return not all(".routed_experts." in name for name in re.findall(r"'([^']+)'", text))
+    return "RotaryEmbedding: Failed to load weights" not in text

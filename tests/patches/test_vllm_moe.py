@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import textwrap
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -42,6 +43,21 @@ def test_without_the_patch_a_load_is_silently_wrong() -> None:
 def test_without_the_patch_experts_are_not_told() -> None:
     run = served("stock_experts")
     assert run.returncode == 1 and "not supported with monolithic MoE kernel CPUUnquantizedExperts" in run.stderr
+
+
+def test_a_worker_that_vllm_spawns_gets_it_from_the_worker_extension() -> None:
+    """By then it has imported what is changed."""
+    code = f"""
+        import {vllm_moe._FUSED_MOE}.experts.cpu_moe as experts
+        import {vllm_moe._FUSED_MOE}.unquantized_fused_moe_method as method
+        assert not hasattr(method, "{vllm_moe._MARK}")
+        import openrlhf_ext.rollout.worker_extension
+        assert hasattr(method, "{vllm_moe._MARK}") and hasattr(experts, "{vllm_moe._MARK}")
+        """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert run.returncode == 0, run.stderr
 
 
 def test_modules_of_other_devices_stay_as_they_are() -> None:

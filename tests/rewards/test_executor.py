@@ -81,7 +81,7 @@ class FakeEngine:
         stopped = "stop" if ids[-1] == end else "length"
         output = SimpleNamespace(
             token_ids=ids, text="", finish_reason=stopped, stop_reason=None, logprobs=logprobs,
-            weight_versions=[(3, 0, len(ids))],
+            weight_versions=[(3, 0, len(ids))], routed_experts=None,
         )  # fmt: skip
         return SimpleNamespace(outputs=[output])
 

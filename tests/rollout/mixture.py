@@ -82,6 +82,13 @@ def truth(model: PreTrainedModel, tokens: list[int]) -> Truth:
     return Truth(logprobs_R, torch.stack(chosen, 1)[:-1].sort(-1).values)
 
 
+@torch.no_grad()
+def entropies(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """(S-1,) in nats, of the distributions of all tokens but the first."""
+    logprobs_RV = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    return -(logprobs_RV.exp() * logprobs_RV).sum(-1)
+
+
 def _keep(chosen: list[Tensor], router: Any, inputs: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
     chosen.append(outputs[2])
 

@@ -1,57 +1,15 @@
-"""A worker extension that keeps weights as they are sent, and loads other ones when told to."""
+"""`spoiled_loads` in workers that keep linear layers as they are sent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
-
-from torch import Tensor
 from vllm.model_executor.layers.linear import LinearBase
 
-from openrlhf_ext.rollout.worker_extension import WeightSyncExtension
-from tests.rollout.tiny import lose_weights
+from tests.rollout import spoiled_loads
+from tests.rollout.spoiled_loads import LAYER, LOST, SWAPPED, SpoilingExtension
 
-QUALIFIED_NAME = "tests.rollout.spoiling.SpoilingExtension"
-LOST, SWAPPED = "model.layers.1.mlp.up_proj.weight", ("k_proj.weight", "v_proj.weight")
+__all__ = ["LAYER", "LOST", "QUALIFIED_NAME", "SWAPPED", "SpoilingExtension"]
 
-LAYER = "model.layers.1."
+QUALIFIED_NAME = spoiled_loads.QUALIFIED_NAME.replace("spoiled_loads", "spoiling")
 
 LinearBase._cpu_skip_gemm_dispatch = True
 """vLLM's own switch (layers/linear.py:205): a worker on CPU then multiplies by the weights as they are, as on a GPU."""
-
-
-class SpoilingExtension(WeightSyncExtension):
-    _kind = ""
-    _before: dict[str, Tensor]
-
-    def spoil(self, kind: str) -> None:
-        self._kind = kind
-
-    def lose_weights(self) -> None:
-        """As a sleep at level 2 does on a GPU."""
-        lose_weights(self)
-
-    def count_lost(self) -> int:
-        """Parameters that have not come back."""
-        return sum(bool(p.float().isnan().any()) for p in self.model_runner.get_model().parameters())
-
-    def connect_weight_receiver(self, plan: dict[str, Any], link: dict[str, Any]) -> None:
-        super().connect_weight_receiver(plan, link)
-        self._before = {}
-        watch = self._held.watch
-        self._held.watch = lambda stream: self._spoiled(watch(stream))
-
-    def _spoiled(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        sent = {name: tensor.clone() for name, tensor in stream}
-        loaded = dict(sent)
-        if self._kind == "stale":
-            loaded = self._before
-        if self._kind == "lost shard" and self.rank == 1:
-            loaded[LOST] = self._before[LOST]
-        if self._kind == "stale layer":
-            loaded |= {name: tensor for name, tensor in self._before.items() if name.startswith(LAYER)}
-        if self._kind == "swapped":
-            k, v = (f"model.layers.0.self_attn.{leaf}" for leaf in SWAPPED)
-            loaded |= {k: sent[v], v: sent[k]}
-        self._before = sent
-        yield from loaded.items()

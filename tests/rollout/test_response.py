@@ -6,11 +6,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.rollout.response import SPANS_KEY, ResponseRecorder, derived_seed
+from openrlhf_ext.rollout.response import ROUTING_KEY, SPANS_KEY, Response, ResponseRecorder, derived_seed
 
 seeds = st.integers(0, 2**63 - 1)
 
@@ -35,7 +36,8 @@ class Engine:
 
     async def generate(self, prompt: Any, params: Any) -> Any:
         tokens, spans = self.completions.pop(0)
-        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, weight_versions=spans)])
+        completion = SimpleNamespace(token_ids=tokens, weight_versions=spans, routed_experts=None)
+        return SimpleNamespace(outputs=[completion])
 
 
 def record(engine: Engine, response: Any, calls: int) -> Any:
@@ -72,3 +74,105 @@ def test_responses_of_another_form_or_without_a_request_are_left_alone(response)
     expected = dict(response) if isinstance(response, dict) else response
     calls = 0 if response and "action_ranges" in response else 1
     assert record(engine, response, calls) == expected
+
+
+class Router:
+    """An engine that tells of each token but the last, as its experts, how many tokens there are up to it and their
+    sum; and of the first ones of a prompt only if it is asked to."""
+
+    def __init__(self, *completions: list[int]) -> None:
+        self.completions, self.asked = list(completions), []
+
+    async def generate(self, prompt: list[int], params: Any) -> Any:
+        self.asked.append(params.routed_experts_prompt_start)
+        tokens = self.completions.pop(0)
+        completion = SimpleNamespace(
+            token_ids=tokens, weight_versions=[(1, 0, len(tokens))],
+            routed_experts=rows_of([*prompt, *tokens])[params.routed_experts_prompt_start : -1],
+        )  # fmt: skip
+        return SimpleNamespace(outputs=[completion])
+
+
+def rows_of(tokens: list[int]) -> np.ndarray:
+    counts = np.arange(1, len(tokens) + 1)
+    return np.stack([counts, np.cumsum(tokens)], 1)[:, None].astype(np.uint8)
+
+
+class Params(SimpleNamespace):
+    def clone(self) -> Params:
+        return Params(**vars(self))
+
+
+def routed(
+    turns: list[tuple[list[int], list[int]]], tokens: list[int], max_len: int = 99
+) -> tuple[Response, list[int]]:
+    """The response of these tokens after requests of (prompt, completion); where the prompts' rows were asked from."""
+
+    async def run() -> Any:
+        router = Router(*(said for _, said in turns))
+        recorder = ResponseRecorder(router)
+        for prompt, _ in turns:
+            await recorder.generate(prompt, Params(seed=None, routed_experts_prompt_start=0))
+        response = {
+            "observation_tokens": tokens, "action_ranges": [(2, len(tokens))], "rollout_log_probs": None,
+            "reward": 1.0, "scores": 1.0, "extra_logs": {},
+        }  # fmt: skip
+        annotated = recorder.annotate(response)
+        assert ROUTING_KEY in annotated
+        return Response.of_agent(annotated, max_len), router.asked
+
+    return asyncio.run(run())
+
+
+def test_rows_of_a_turn_go_on_where_those_of_the_last_one_ended():
+    first, feedback, second = [5, 6, 7], [8, 9, 10], [11, 12]
+    response, asked = routed([([1, 2], first), ([1, 2, *first, *feedback], second)], [1, 2, *first, *feedback, *second])
+    assert np.array_equal(response.experts_RLK, rows_of(response.tokens_S.tolist())[:-1])
+    assert asked == [0, 4], "of the token that the first turn ended with, and what follows"
+
+
+def test_what_was_written_behind_the_last_action_has_no_rows():
+    response, _ = routed([([1, 2], [5, 6])], [1, 2, 5, 6, 20, 21])
+    assert np.array_equal(response.experts_RLK, rows_of([1, 2, 5, 6])[:-1])
+
+
+@pytest.mark.parametrize(("max_len", "rows"), [(5, 4), (6, 5), (7, 5), (99, 5)])
+def test_rows_are_cut_with_the_tokens(max_len: int, rows: int):
+    response, _ = routed([([1, 2], [5, 6, 7, 8])], [1, 2, 5, 6, 7, 8, 20, 21], max_len)
+    assert np.array_equal(response.experts_RLK, rows_of([1, 2, 5, 6, 7, 8])[:rows])
+
+
+@pytest.mark.parametrize(
+    ("turns", "tokens", "rows"),
+    [
+        ([([1, 2], [5, 6, 7])], [1, 2, 5, 9, 7], 3),
+        ([([1, 2], [5, 6]), ([1, 2, 5, 9, 3], [4, 4])], [1, 2, 5, 9, 3, 4, 4], 6),
+        ([([1, 2], [5, 6]), ([1, 2], [7, 8])], [1, 2, 7, 8], 3),
+        ([([1, 2], [5, 6]), ([1, 2], [7, 8]), ([1, 2, 5, 6], [3])], [1, 2, 5, 6, 3], 4),
+        ([([1, 2, 3, 4], [5]), ([1, 2], [7, 8])], [1, 2, 7, 8], 3),
+        ([([9, 9, 9], [5]), ([1, 2], [7, 8])], [1, 2, 7, 8], 3),
+    ],
+    ids=[
+        "altered", "altered, and gone on with", "sampled twice", "a branch left", "a longer prompt before",
+        "another text before",
+    ],
+)  # fmt: skip
+def test_rows_are_of_what_the_engine_has_seen(turns: list, tokens: list[int], rows: int):
+    response, _ = routed(turns, tokens)
+    assert np.array_equal(response.experts_RLK, rows_of(tokens)[:rows])
+
+
+words = st.lists(st.integers(0, 3), min_size=1, max_size=6)
+
+
+@given(prompt=words, turns=st.lists(st.tuples(words, words), min_size=1, max_size=5))
+def test_rows_of_any_conversation_have_no_hole(prompt: list[int], turns: list[tuple[list[int], list[int]]]) -> None:
+    """(what the policy says, what the environment answers) at each turn."""
+    requests, tokens = [], prompt
+    for said, answered in turns:
+        requests.append((tokens, said))
+        tokens = [*tokens, *said, *answered]
+    tokens = tokens[: -len(turns[-1][1])]
+    response, asked = routed(requests, tokens)
+    assert np.array_equal(response.experts_RLK, rows_of(tokens)[:-1])
+    assert asked == [0] + [len(request) + len(said) - 1 for request, said in requests[:-1]]
