@@ -153,8 +153,8 @@ class PolicyActor(TrainedActor):
                 groups = dict(zip(references, ray.get(references, timeout=seconds), strict=True))
             except ray.exceptions.GetTimeoutError as error:
                 raise TimeoutError(
-                    f"the experts of {len(references)} groups did not come from the engines' nodes within {seconds:g} s "
-                    "(megatron.collective_timeout_s)"
+                    f"the experts of {len(references)} groups did not come from the engines' nodes within "
+                    f"{seconds:g} s (megatron.collective_timeout_s)"
                 ) from error
         experts_B = [groups[reference][number] for reference, number in batch.routed_B]
         shape = self.policy.shape

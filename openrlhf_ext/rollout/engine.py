@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging import version as packaging_version
@@ -134,6 +135,7 @@ class RolloutEngine(compat.RolloutRayActor):
             self.kwargs["enable_return_routed_experts"] = True
         self._keeps_base = adapter is not None
         self._in_process, self.tells_entropies = in_process, tells_entropies
+        self._routed_experts = routed_experts
         self._mm_pad_token_ids = None  # of images, which are not supported; read by OpenRLHF's `generate`
         self._request_timeout_s = request_timeout_s
         self._generating = OverlapTimer()
@@ -196,9 +198,14 @@ class RolloutEngine(compat.RolloutRayActor):
             skip_special_tokens=False, **more,
         )  # fmt: skip
 
-    async def generate_group(self, request: GroupRequest) -> list[Response]:
+    async def generate_group(self, request: GroupRequest) -> list[Response] | tuple[list[Response], list[Any]]:
+        """The graded completions. Where experts are told there are two return values: the second one is ``experts_RLK``
+        of the completions, of which the caller needs only the reference (`Response.experts_at`)."""
         with self._responding.running():
-            return await self.executor.respond(request, self._tokenizer, self)
+            responses = await self.executor.respond(request, self._tokenizer, self)
+        if not self._routed_experts:
+            return responses
+        return [replace(response, experts_RLK=None) for response in responses], [r.experts_RLK for r in responses]
 
     async def _finish(self, generation: Awaitable[vllm.RequestOutput], params: SamplingParams) -> vllm.RequestOutput:
         from vllm.v1.engine.exceptions import EngineDeadError

@@ -148,6 +148,8 @@ class Response:
             asked to tell. R is all tokens but the last of the completion: no router has seen that one, nor what an
             environment wrote behind it. It is less only where an agent changed what was sampled: not even the engine
             has seen what comes after that.
+        experts_at: outside of the engine, in the place of ``experts_RLK``: a reference to a list of such arrays, and
+            which of them is this completion's. They are fetched where they are used.
     """
 
     tokens_S: np.ndarray
@@ -161,6 +163,7 @@ class Response:
     from_guide: bool = False
     entropies_T: np.ndarray | None = None
     experts_RLK: np.ndarray | None = None
+    experts_at: tuple[Any, int] | None = None
 
     @property
     def sampled(self) -> int:

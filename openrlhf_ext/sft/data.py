@@ -151,5 +151,7 @@ def load_examples(folder: Path, name: str) -> SequenceBatch | None:
     if not (folder / f"{name}.{_PARTS[0]}.npy").exists():
         return None
     # copy on write: torch warns of memory that cannot be written, and nobody writes
-    parts = [np.load(folder / f"{name}.{part}.npy", mmap_mode="c") for part in _PARTS]
-    return SequenceBatch(*map(torch.from_numpy, parts))
+    tokens_M, lengths_B, ranges_R2, ranges_B = (
+        torch.from_numpy(np.load(folder / f"{name}.{part}.npy", mmap_mode="c")) for part in _PARTS
+    )
+    return SequenceBatch(tokens_M, lengths_B, ranges_R2, ranges_B)

@@ -69,6 +69,17 @@ class SamplingEngine(_Process):
 
 
 @ray.remote(num_cpus=0.1, max_concurrency=8)
+class RoutingEngine(_Process):
+    """Answers with completions of one token, and with the experts of their prompt's one: the sample's number."""
+
+    def generate_group(self, request: GroupRequest) -> tuple[list[Response], list[np.ndarray]]:
+        tokens_S = np.array([int(request.prompt), 5], np.int32)
+        one = Response(tokens_S, np.zeros(1, np.float32), ((1, 2),), ((0, 1, 2),), 0.5, 0.5, False, {})
+        experts = [np.full((1, 3, 2), 300 + sample, np.uint16) for sample in range(request.samples)]
+        return [one] * request.samples, experts
+
+
+@ray.remote(num_cpus=0.1, max_concurrency=8)
 class SleepyEngine(_Process):
     """Notes when it is told to sleep and to wake up; in its first life it dies, or stops, when told the one given."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import signal
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
@@ -23,7 +26,8 @@ from openrlhf_ext.driver.engines import (
     engines_at_fault,
     is_engine_fault,
 )
-from openrlhf_ext.driver.rollouts import GroupRequests
+from openrlhf_ext.driver.experience import routed_by_engines, sequences_of
+from openrlhf_ext.driver.rollouts import Group, GroupRequests, Prompt, groups_from_plain, plain_groups
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.reporting.lines import read_lines
@@ -32,7 +36,13 @@ from openrlhf_ext.rollout.process import ray_frames
 from openrlhf_ext.rollout.response import EngineDied, GroupRequest, InvalidWeights, Sampling
 from openrlhf_ext.rollout.sync.base import EngineFailed, EnginesAtFault, WeightStreamAborted
 from tests.cluster import start_local_ray
-from tests.driver.fake_engines import MisbehavingEngine, NotStarting, SleepyEngine, outcome
+from tests.driver.fake_engines import (
+    MisbehavingEngine,
+    NotStarting,
+    RoutingEngine,
+    SleepyEngine,
+    outcome,
+)
 from tests.driver.simulated import run_config
 from tests.patience import PATIENCE_S, until
 
@@ -111,6 +121,30 @@ def test_every_prompt_is_answered_once_although_an_engine_dies(trouble: str, tmp
     ((_, told),) = read_lines(tmp_path / "events.jsonl")
     assert (told["event"], told["step"], told["engines"], told["restarts"]) == ("engine_replaced", 7, [0], 1)
     recovering._end(0), recovering._end(1)
+
+
+def test_experts_stay_where_they_are_outlive_their_engine_and_go_through_a_checkpoint() -> None:
+    fleet = EngineFleet(lambda _: RoutingEngine.remote(), 1)
+    requests = GroupRequests(EngineSupervisor(fleet, FakePolicy(), limits(0)), max_requests=8, routed=True)
+    for number in (3, 4):
+        requests.ask(number, GroupRequest(str(number), "", 2, SAMPLING))
+    groups: list[Group] = []
+    while len(groups) < 2:
+        groups += [Group(Prompt(number, "", None), answer) for number, answer in requests.answers(PATIENCE_S)]
+    ray.kill(fleet[0])
+    plain, arrays = plain_groups(groups)
+    assert arrays["experts"].nbytes == 2 * 2 * 1 * 3 * 2 * 2
+    for group in [*groups, *groups_from_plain(json.loads(json.dumps(plain)), arrays)]:
+        assert [response.tokens_S[0] for response in group.responses] == [group.prompt.number] * 2
+        for sample, response in enumerate(group.responses):
+            assert response.experts_RLK is None and response.experts_at is not None
+            reference, place = response.experts_at
+            told = ray.get(reference, timeout=PATIENCE_S)[place]
+            assert told.dtype == np.uint16 and told.shape == (1, 3, 2) and (told == 300 + sample).all()
+    batch = routed_by_engines(sequences_of(groups[0].responses), groups[0].responses)
+    assert batch.routed_B is not None and [place for _, place in batch.routed_B] == [0, 1]
+    with pytest.raises(ValueError, match="came without experts of its engine"):
+        routed_by_engines(batch, [dataclasses.replace(r, experts_at=None) for r in groups[0].responses])
 
 
 HELD = "import re\n\nre.match('(a+)+$', 'a' * 99 + 'b')"
