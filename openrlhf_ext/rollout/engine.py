@@ -131,6 +131,7 @@ class RolloutEngine(compat.RolloutRayActor):
             self.kwargs = worker_extension.with_quantized_layers(self.kwargs, bf16_layers)
         if adapter is not None:
             self.kwargs = adapters.with_adapter(self.kwargs, *adapter)
+        self._routed_experts = routed_experts
         if routed_experts:
             self.kwargs["enable_return_routed_experts"] = True
         self._keeps_base = adapter is not None
@@ -173,7 +174,7 @@ class RolloutEngine(compat.RolloutRayActor):
         with self._generating.running():
             output = await self._finish(super().generate(list(prompt_token_ids), params, multi_modal_data), params)
         for completion in output.outputs:
-            unpack(completion, params, len(output.prompt_token_ids))
+            unpack(completion, params, len(output.prompt_token_ids), experts=self._routed_experts)
         self._note_versions(output, begun_with)
         self._require_valid_weights()
         self._last_finished = time.monotonic()

@@ -38,24 +38,26 @@ def ask_at_end(params: SamplingParams) -> None:
         params.extra_args = {**(params.extra_args or {}), _KEY: True}
 
 
-def unpack(completion: CompletionOutput, params: SamplingParams, prompt: int) -> None:
+def unpack(completion: CompletionOutput, params: SamplingParams, prompt: int, experts: bool = False) -> None:
     """Puts what came at the end where vLLM has it: log-probs, flat or not, as ``params`` say, entropies in the place of
-    ranks, no ranks and no texts of tokens. Where the engine tells experts ``routed_experts`` is (rows, layers, top-k)
+    ranks, no ranks and no texts of tokens. If it tells ``experts``, ``routed_experts`` becomes (rows, layers, top-k)
     uint8 or uint16, in any case: a row for each of the ``prompt`` tokens, from ``params.routed_experts_prompt_start``
     on, and for each sampled token but the last, which no router has seen. Raises RuntimeError: it is not one for every
     token."""
     tokens = list(completion.token_ids)
     if (params.extra_args or {}).get(_KEY):
         header, told = _read(completion.routed_experts, len(tokens))
-        logprobs, entropies, experts = np.split(told, np.cumsum([4 * header.logprobs, 4 * header.entropies]))
+        logprobs, entropies, rows = np.split(told, np.cumsum([4 * header.logprobs, 4 * header.entropies]))
         ranks = entropies.view(np.float32).tolist() if header.entropies else [None] * len(tokens)
         _put_logprobs(completion, logprobs.view(np.float32).tolist(), ranks, flat=params.flat_logprobs)
-        completion.routed_experts = header.shaped(experts) if header.rows else None
-    experts, rows = completion.routed_experts, prompt - params.routed_experts_prompt_start + len(tokens) - 1
-    if experts is not None and len(experts) != rows:
+        completion.routed_experts = header.shaped(rows) if header.rows else None
+    start = params.routed_experts_prompt_start
+    expected = prompt - start + len(tokens) - 1 if experts and tokens else 0
+    found = 0 if completion.routed_experts is None else len(completion.routed_experts)
+    if found != expected:
         raise RuntimeError(
-            f"vLLM told {len(experts)} rows of routed experts, should be {rows}: of {prompt} tokens of the prompt "
-            f"(from {params.routed_experts_prompt_start} on) and {len(tokens)} that it sampled, without the last"
+            f"vLLM told {found} rows of routed experts, should be {expected}: of {prompt} tokens of the prompt, from "
+            f"{start} on, and {len(tokens)} that it sampled, without the last"
         )
 
 

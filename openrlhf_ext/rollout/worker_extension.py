@@ -314,7 +314,8 @@ class HeldWeights:
         layer = self._modules.get(f"{parent}.routed_experts")
         if not isinstance(layer, RoutedExperts) or not number.isdecimal() or parameter != "weight":
             return None
-        if layer.local_num_experts != layer.global_num_experts:  # of several workers each has some
+        # of several workers each may have some; a quantization may have other names
+        if layer.local_num_experts != layer.global_num_experts or not hasattr(layer, "w13_weight"):
             return None
         half, config = layer.intermediate_size_per_partition, layer.moe_config
         width, hidden = config.intermediate_size_per_partition_unpadded, config.hidden_dim_unpadded

@@ -1,5 +1,5 @@
-"""A mixture of experts through the whole stack: experts over two ranks, those of the engine replayed, killed and resumed
-while groups wait for training, and colocated without replay."""
+"""A mixture of experts through the whole stack, experts over two ranks: those of the engine replayed, killed and
+resumed while groups wait for training; and colocated without replay."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.jobs import Job, Task
+from tests.e2e.test_resume import kill
 from tests.models import make_tiny_policy
 
 EP2 = {"megatron__tensor_parallel_size": 1, "megatron__expert_parallel_size": 2}
@@ -32,8 +33,7 @@ def test_the_engines_experts_are_trained_with_also_those_of_groups_in_a_checkpoi
     job = Job(options, tmp_path / "killed.log")
     job.wait_for(r"global_step2\b")
     job.wait_for(r" 3/6 ")
-    job.kill("driver")
-    assert job.finish() != 0
+    kill(job)
     resumed = Job([*options, "--ckpt.load_enable"], tmp_path / "resumed.log")
     assert resumed.finish() == 0, resumed.text
     records = task.metrics("replay")

@@ -39,6 +39,9 @@ class SpoiledEngine(tiny.SabotagedEngine):
     async def spoil(self, kind: str, names: tuple[str, ...]) -> None:
         await self.llm.collective_rpc("spoil", args=(kind, names))
 
+    async def call_workers(self, method: str) -> list[Any]:
+        return await self.llm.collective_rpc(method)
+
 
 class UnpackedEngine(SpoiledEngine):
     """Whose linear layers stay as they are sent, as on a GPU."""
@@ -50,9 +53,12 @@ class Rig:
     """An engine, two senders, and the model whose weights were sent last."""
 
     def __init__(self, engine: Any, family: str, workers: int) -> None:
-        self.engine, self.family, self.version = engine, family, 0
+        self.engine, self.family, self.workers, self.version = engine, family, workers, 0
         self.model = mixture.random_model(0, family)
-        self.senders = two_senders(mixture.tensors(self.model), 20_000, [engine], workers)
+        self.connect()
+
+    def connect(self) -> None:
+        self.senders = two_senders(mixture.tensors(self.model), 20_000, [self.engine], self.workers)
 
     def send(self, seed: int) -> SendReport:
         self.version += 1
@@ -129,6 +135,33 @@ def test_log_probs_and_experts_are_those_of_the_weights_that_came_last(rig: Rig)
         for _ in range(2):  # the second time prompts are in the prefix cache
             for output in rig.generate(PROMPTS, temperature=1.0):
                 rig.check(output)
+
+
+def test_the_probe_is_answered_beside_requests_that_ask_for_experts(rig: Rig) -> None:
+    rig.send(1)
+    probe = ray.get(rig.engine.probe_logprobs.remote(PROMPTS[2]), timeout=PATIENCE_S)
+    assert (torch.tensor(probe) - mixture.truth(rig.model, PROMPTS[2]).logprobs_R).abs().max() < TOLERANCE
+
+
+def test_an_update_brings_all_that_a_sleep_before_it_gives_up(rig: Rig) -> None:
+    """Packed experts, too, and the places of padding among them."""
+    ray.get(rig.engine.call_workers.remote("lose_weights"), timeout=PATIENCE_S)
+    assert min(ray.get(rig.engine.call_workers.remote("count_lost"), timeout=PATIENCE_S)) > 0
+    rig.send(2)
+    assert max(ray.get(rig.engine.call_workers.remote("count_lost"), timeout=PATIENCE_S)) == 0
+    rig.check(rig.generate(PROMPTS[1:2])[0])
+
+
+def test_after_an_update_that_broke_off_the_next_one_packs_once(alone: Rig) -> None:
+    missing = "model.layers.2.mlp.experts.4.up_proj.weight"
+    tensors = mixture.tensors(mixture.random_model(3, alone.family))
+    tensors.pop(missing)
+    with pytest.raises(KeyError, match=missing):
+        send_together(alone.senders, fill_with(tensors), alone.version + 1)
+    alone.connect()
+    alone.send(4)
+    for output in alone.generate(PROMPTS):
+        alone.check(output)
 
 
 def summed(rig: Rig, caplog: pytest.LogCaptureFixture) -> tuple[int, int]:

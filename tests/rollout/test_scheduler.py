@@ -158,7 +158,7 @@ def routed(
     engine.run(updates)
     completions = {name: engine.collectors[name].output.outputs[0] for name, _, _ in scenario(seed)}
     for name, prompt, length in scenario(seed):
-        unpack(completions[name], params_of(length, way), len(prompt))
+        unpack(completions[name], params_of(length, way), len(prompt), experts=True)
     return engine, completions
 
 
@@ -198,7 +198,7 @@ def test_rows_that_do_not_fit_the_tokens_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         RuntimeError, match=f"told {rows} rows of routed experts, should be {rows + 1}: of {len(prompt) + 1}"
     ):
-        unpack(completion, params, len(prompt) + 1)
+        unpack(completion, params, len(prompt) + 1, experts=True)
 
 
 @pytest.mark.parametrize("way", ["end", "step"])
@@ -210,7 +210,7 @@ def test_rows_of_the_first_tokens_of_a_prompt_may_be_left_out(tmp_path: Path, wa
     engine.ask("a", prompt, params)
     engine.run()
     (completion,) = engine.collectors["a"].output.outputs
-    unpack(completion, params, 40)
+    unpack(completion, params, 40, experts=True)
     assert np.array_equal(completion.routed_experts, engine.truth("a", 40)[17:])
 
 

@@ -42,18 +42,20 @@ class _Choice:
     through which its gradient flows."""
 
     def __init__(self) -> None:
-        self.given_LK: Tensor | None = None
+        self.given: tuple[Tensor, Tensor] | None = None  # (L, K) experts, and (L,) of which tokens they are
         self.changed_L: Tensor | None = None
 
     def get_replay_topk(
         self, scores_LE: Tensor, topk: int, num_groups: Any, group_topk: Any, compute_topk: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
         self.changed_L = None
-        if self.given_LK is None:
+        if self.given is None:
             return compute_topk(scores_LE, topk, num_groups=num_groups, group_topk=group_topk)
         own_LK = scores_LE.detach().topk(topk, -1).indices
-        self.changed_L = (own_LK.sort(-1).values != self.given_LK.sort(-1).values).any(-1)
-        return scores_LE.gather(1, self.given_LK), self.given_LK
+        experts_LK, told_L = self.given
+        taken_LK = torch.where(told_L[:, None], experts_LK, own_LK)
+        self.changed_L = (own_LK.sort(-1).values != taken_LK.sort(-1).values).any(-1)
+        return scores_LE.gather(1, taken_LK), taken_LK
 
 
 class Router(TopKRouter):
@@ -67,9 +69,9 @@ class Router(TopKRouter):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         choice, told = self.router_replay, self.told
-        choice.given_LK = None
+        choice.given = None
         if told is not None and told.experts_LYK is not None:
-            choice.given_LK = told.experts_LYK[:, self.layer_number - 1].long()
+            choice.given = told.experts_LYK[:, self.layer_number - 1].long(), told.counted_L
         probs_LE, chosen_LE = super().routing(logits, padding_mask)
         # once for every pass that trains: where activations are recomputed, the first time is without gradients
         if told is not None and self.training and torch.is_grad_enabled():

@@ -218,9 +218,10 @@ class SharedPrompts:
 
 class Routing(NamedTuple):
     """What the routers of a mixture of experts are told of the tokens that this rank computes (of its piece of them
-    under sequence parallelism): which count in metrics, and the experts of each, if they are given."""
+    under sequence parallelism): which count in metrics, and, if they are given, the experts of those. For all others,
+    padding and last tokens among them, routers choose."""
 
-    counted_L: Tensor  # bool: not padding, nor, where experts are given, a last token
+    counted_L: Tensor  # bool
     experts_LYK: Tensor | None  # uint8 or int16
 
     def to(self, device: torch.device) -> Routing:
@@ -263,13 +264,13 @@ class PackedBatch:
 class PackShape:
     """What the lengths of a pack must be multiples of. ``pieces``: those of a rank's share of the pack, each a multiple
     of ``piece_unit`` tokens: the tensor-parallel size under sequence parallelism, else 1. ``shares_prompts``: a prompt
-    of several sequences is computed once. ``experts``: of each of the model's layers, 0 of a dense model."""
+    of several sequences is computed once. ``is_mixture``: routers want to know of tokens (``Routing``)."""
 
     context_parallel_size: int = 1
     pieces: int = 1
     piece_unit: int = 1
     shares_prompts: bool = False
-    experts: int = 0
+    is_mixture: bool = False
 
     @property
     def unit(self) -> int:
@@ -343,26 +344,21 @@ def pack(
         slots=slots,
         piece_counts=tuple(torch.bincount(pieces, minlength=shape.pieces).tolist()),
         shared=shared,
-        routing=_routing(batch, shape.experts, starts_B, mine_L.chunk(shape.pieces)[piece]) if shape.experts else None,
+        routing=_routing(batch, starts_B, mine_L.chunk(shape.pieces)[piece]) if shape.is_mixture else None,
     )
 
 
-def _routing(batch: SequenceBatch, experts: int, starts_B: Tensor, mine_L: Tensor) -> Routing:
+def _routing(batch: SequenceBatch, starts_B: Tensor, mine_L: Tensor) -> Routing:
     """Of the tokens at these places of the whole pack. Of a shared prompt they are those of its first row."""
     places_M = batch.sequences.block(slice(None)).positions(starts_B)
     if batch.experts_MYK is None or batch.told_B is None:
         return Routing(torch.isin(mine_L, places_M) & (batch.responses.tokens > 0), None)
-    # where nothing is told, as of padding, tokens are spread over all experts
     place_M = torch.cat([torch.arange(length) for length in batch.lengths_B.tolist()])
-    counted_M = place_M < batch.told_B.repeat_interleave(batch.lengths_B)
+    told_M = place_M < batch.told_B.repeat_interleave(batch.lengths_B)
     source_P = torch.full((max(int(mine_L.max()), int(places_M.max())) + 1,), -1)
-    source_P[places_M[counted_M]] = counted_M.nonzero().squeeze(1)
+    source_P[places_M[told_M]] = told_M.nonzero().squeeze(1)
     source_L = source_P[mine_L]
-    counted_L, (_, layers, chosen) = source_L >= 0, batch.experts_MYK.shape
-    spread_LK = (mine_L[:, None] * chosen + torch.arange(chosen)) % experts
-    experts_LYK = spread_LK.to(batch.experts_MYK.dtype)[:, None].repeat(1, layers, 1)
-    experts_LYK[counted_L] = batch.experts_MYK[source_L[counted_L]]
-    return Routing(counted_L, experts_LYK)
+    return Routing(source_L >= 0, batch.experts_MYK[source_L.clamp(min=0)])
 
 
 def share_prompts(batch: SequenceBatch, ends: Sequence[int], repeated: Sequence[int]) -> SharedPrompts:

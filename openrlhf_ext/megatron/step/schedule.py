@@ -276,9 +276,8 @@ class Schedule:
     def _pack_shape(self) -> PackShape:
         pieces = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         unit = math.lcm(*(converter.piece_unit(pieces) for converter in self._model.settings.converters))
-        return PackShape(
-            self.config.context_parallel_size, pieces, unit, self._costs.shares_prompts, self._model.shape.num_experts
-        )
+        shares, is_mixture = self._costs.shares_prompts, self._model.shape.num_experts > 0
+        return PackShape(self.config.context_parallel_size, pieces, unit, shares, is_mixture)
 
     def _count_pieces(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> list[int]:
         """Tokens of every micro-batch on one rank, and in all of them for ``counted``."""
