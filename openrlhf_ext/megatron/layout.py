@@ -90,6 +90,10 @@ class ParallelLayout:
     def data_parallel_size(self) -> int:
         return self.world_size // self.model_parallel_size
 
+    def rows(self, tokens: int) -> int:
+        """Of so many tokens, those that a rank has between tensor-parallel regions."""
+        return tokens // self.tensor_parallel_size if self.sequence_parallel else tokens
+
     @property
     def given_layers(self) -> tuple[int | None, int | None]:
         """Layers of the first and of the last stage where they are not spread evenly."""

@@ -266,7 +266,8 @@ def format_proof(proof: LayoutProof) -> str:
     experts = any(share.expert for share in proof.shares)
     alike: dict[tuple[Any, ...], list[RankShare]] = defaultdict(list)
     for share in proof.shares:
-        alike[dataclasses.astuple(dataclasses.replace(share, ranks=(), tensor=0, expert=0, expert_tensor=0))].append(share)
+        same = dataclasses.replace(share, ranks=(), tensor=0, expert=0, expert_tensor=0)
+        alike[dataclasses.astuple(same)].append(share)
     rows = [_header(copies, experts), *(_row(shares, copies, experts) for shares in alike.values())]
     table = [f"  {line}" for line in aligned(rows)]
     what = "weights, fp32 gradients, optimizer" + (f", {COPIES} of weights" if copies else "")
