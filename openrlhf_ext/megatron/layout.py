@@ -1,5 +1,5 @@
-"""How the ranks of a run are arranged. No other place knows the order: who needs to know where a rank is asks ``place``,
-and who needs the ranks of a place asks ``ranks``."""
+"""How the ranks of a run are arranged. No other place knows the order: who needs to know where a rank is asks
+``place``, and who needs the ranks of a place asks ``ranks``."""
 
 from __future__ import annotations
 
@@ -144,6 +144,17 @@ class ParallelLayout:
         return self._stage_ranks // (self.expert_tensor * self.expert_parallel_size)
 
     @property
+    def exchanging_ranks(self) -> int:
+        """Ranks in a row that exchange tokens, because each has some of the experts."""
+        return self.expert_tensor * self.expert_parallel_size if self.expert_parallel_size > 1 else 1
+
+    @property
+    def copy_ranks(self) -> int:
+        """Ranks that one copy of the model is on, its experts included."""
+        here = self.tensor_parallel_size * self.context_parallel_size
+        return self.pipeline_parallel_size * max(here, self.exchanging_ranks)
+
+    @property
     def order(self) -> str:
         """Megatron's, of the axes; the one of OpenRLHF wherever Megatron has it."""
         in_a_row = self.pipeline_parallel_size == 1 or self.expert_copies == self.data_parallel_size
@@ -195,5 +206,4 @@ class ParallelLayout:
     @property
     def near_ranks(self) -> int:
         """Ranks in a row that have the most to say to each other."""
-        experts = self.expert_tensor * self.expert_parallel_size if self.expert_parallel_size > 1 else 1
-        return math.lcm(self.tensor_parallel_size * self.context_parallel_size, experts)
+        return math.lcm(self.tensor_parallel_size * self.context_parallel_size, self.exchanging_ranks)

@@ -5,6 +5,7 @@ Shape suffixes: N = response tokens of this replica's sequences.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -97,9 +98,12 @@ class PolicyActor(TrainedActor):
         if device is None or sleeping.engine_share is None:
             return
         distributed = settings.optimizer is not None and settings.megatron.distributed_optimizer_enable
-        replicas = settings.layout.copies if distributed else 1
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        states = state_bytes(sum(p.numel() for p in trained), trained[0].element_size(), replicas)
+        entries = Counter[int]()  # by how many ranks share the optimizer's states: Megatron marks experts' parameters
+        for parameter in trained:
+            copies = settings.layout.copies if getattr(parameter, "allreduce", True) else settings.layout.expert_copies
+            entries[copies if distributed else 1] += parameter.numel()
+        states = sum(state_bytes(count, trained[0].element_size(), replicas) for replicas, count in entries.items())
         states += sum(p.nbytes for p in self._parameters if not p.requires_grad)
         states += self.policy.kept_bytes
         staging = 2 * self.publisher.plan.largest_frame

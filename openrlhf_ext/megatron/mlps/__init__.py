@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -23,7 +23,7 @@ class MLP(ABC):
     # field of ``ModelShape`` -> its entry of config.json, and the largest value accepted
     entries: ClassVar[dict[str, tuple[str, int]]]
     is_mixture: ClassVar[bool] = False
-    recompute_module: ClassVar[str] = "mlp"  # of ``megatron.recompute_modules``, for this kind
+    recompute_module: ClassVar[Literal["mlp", "moe"]] = "mlp"  # of ``megatron.recompute_modules``, for this kind
     flags: ClassVar[dict[str, str]] = {}  # field of ``ModelShape`` -> its entry of config.json, true or false
     # how Megatron cuts each parameter, its rows and columns (see ``Rule``), in the order in which it builds them;
     # ``{expert}`` stands for the number of an expert on its rank
@@ -59,10 +59,20 @@ class MLP(ABC):
         """Number of weights of all experts of a layer, which are dealt over ranks."""
         return 0
 
+    @property
+    def idle_weights(self) -> int:
+        """Those of the experts that a token is not multiplied by."""
+        return 0
+
     @abstractmethod
     def activation_bytes(self, tokens: int, layout: ParallelLayout, entry: int, linear_input: int) -> int:
         """Bytes that autograd keeps after the norm; ``entry``: bytes of an entry, ``linear_input``: of an entry of the
         down projection's input."""
+
+    def moved_bytes(self, entry: int) -> int:
+        """Bytes of the GPU's memory that a layer's forward pass writes and reads for each token and entry of its hidden
+        state because tokens go to experts."""
+        return 0
 
     def exchange_bytes(self, tokens: int, layout: ParallelLayout, entry: int) -> int:
         """Bytes that a layer's pass holds for a while, beside what autograd keeps, because tokens go to experts."""

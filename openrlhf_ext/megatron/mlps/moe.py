@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from openrlhf_ext.megatron.mlps import MLP
 
@@ -38,7 +38,7 @@ class MoE(MLP):
         "experts_per_token": ("num_experts_per_tok", 2**8),
     }
     is_mixture: ClassVar[bool] = True
-    recompute_module: ClassVar[str] = "moe"
+    recompute_module: ClassVar[Literal["mlp", "moe"]] = "moe"
     flags: ClassVar[dict[str, str]] = {"renormalizes": "norm_topk_prob"}
     parameters: ClassVar[dict[str, tuple[Any, ...]]] = {
         "pre_mlp_layernorm.weight": ("replicated", ("hidden",), None),
@@ -88,10 +88,17 @@ class MoE(MLP):
     def expert_weights(self) -> int:
         return 3 * self.num_experts * self.hidden_size * self.ffn_hidden_size
 
+    @property
+    def idle_weights(self) -> int:
+        return 3 * (self.num_experts - self.experts_per_token) * self.hidden_size * self.ffn_hidden_size
+
     def activation_bytes(self, tokens: int, layout: ParallelLayout, entry: int, linear_input: int) -> int:
         return self._routing_bytes(layout.rows(tokens), entry) + self._computed(tokens, layout) * (
             entry * (self.hidden_size + 1) + self.ffn_hidden_size // layout.expert_tensor * (2 * entry + linear_input)
         )  # what goes into an expert, its weight, and what a dense MLP keeps
+
+    def moved_bytes(self, entry: int) -> int:
+        return 2 * _EXCHANGED * entry * self.experts_per_token
 
     def exchange_bytes(self, tokens: int, layout: ParallelLayout, entry: int) -> int:
         return _EXCHANGED * entry * self.hidden_size * self._computed(tokens, layout)

@@ -126,12 +126,12 @@ def parameters(shape: ModelShape, layout: ParallelLayout) -> Iterator[Held]:
 
 
 class Cut(NamedTuple):
-    """How many ranks share a parameter: ``tensor`` all but those of experts, which are dealt into ``expert_shares``, and
-    of those ``expert_tensor`` each."""
+    """How many ranks share a parameter: ``tensor`` ranks, or ``expert_tensor`` one of an expert; experts are dealt into
+    ``expert_shares``."""
 
-    tensor: int = 1
-    expert_shares: int = 1
-    expert_tensor: int = 1
+    tensor: int
+    expert_shares: int
+    expert_tensor: int
 
     @classmethod
     def of(cls, layout: ParallelLayout) -> Cut:

@@ -89,8 +89,8 @@ def entries(shape: ModelShape) -> int:
 def chunk_parameters(
     shape: ModelShape, cut: Cut, layers: int, first: bool, last: bool, of_experts: bool | None = None
 ) -> tuple[tuple[str, int], ...]:
-    """(name, entries) of a rank's parameters of a model chunk, those of experts or all others if asked for, in the order
-    in which Megatron builds them; those of a layer again and again by the names of the first one."""
+    """(name, entries) of a rank's parameters of a model chunk, in the order in which Megatron builds them; those of a
+    layer again and again by the names of the first one. ``of_experts``: those of experts only, or all others."""
     layer = [
         (name, math.prod(shard))
         for name, shard, of_expert in layer_shards(shape, cut)
@@ -154,7 +154,7 @@ def _buffers(
 
 
 def _largest_share(layout: ParallelLayout, stage: int, owned: np.ndarray, of_experts: np.ndarray | None = None) -> int:
-    """Entries of the optimizer's states on the stage's rank that has most; ``owned``: of every copy, or of all alike."""
+    """Entries of the optimizer's states on the stage's rank that has most; ``owned``: those of each copy, or of all."""
     if of_experts is None:
         return int(owned.max())
     return max(
