@@ -175,8 +175,8 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
         f"the policy (seconds of a step, GiB of the fullest GPU). Steps within {ALIKE:.0%} count as equal: then the "
         "layout with fewer ranks in a copy is ahead, then the one that takes less memory:")  # fmt: skip
     header = (
-        "", "TP", "PP", "VP", "CP", "DP", "recompute", "tokens", "engines", "share", "training", "sampling",
-        "rollout", "log-probs", "train", "sync", "step s",
+        "", "TP", "PP", "VP", "CP", *(["EP"] if planner.shape.num_experts else []), "DP", "recompute", "tokens",
+        "engines", "share", "training", "sampling", "rollout", "log-probs", "train", "sync", "step s",
     )  # fmt: skip
     rows = [(str(number), *_row(candidate)) for number, candidate in enumerate(shown, 1)]
     own = [("now", *_row(planner.as_configured()))] if planner.config.gpus == gpus and planner.is_allowed else []
@@ -233,8 +233,8 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
         s = seconds
         times = [f"{value:.0f}" for value in (s.rollout, s.logprobs, s.train, s.sync + s.moves, s.step)]
     degrees = (
-        layout.tensor_parallel_size, _stages(candidate), layout.virtual_pipeline_size,
-        layout.context_parallel_size, layout.data_parallel_size,
+        layout.tensor_parallel_size, _stages(candidate), layout.virtual_pipeline_size, layout.context_parallel_size,
+        *([layout.expert_parallel_size] if policy.shape.num_experts else []), layout.data_parallel_size,
     )  # fmt: skip
     tokens, own = "-" if policy.budget is None else str(policy.budget), f"{candidate.share:g}"
     of_engines = f"{engines.count} x {engines.tensor_parallel_size}"
@@ -253,8 +253,9 @@ def _memory(planner: Planner, best: Candidate) -> Iterator[str]:
     for moment in best.moments:
         yield f"  while {moment.doing}, the fullest GPU: {moment.total / _GIB:.1f}"
         yield from _parts(moment.parts)
-    mlp = Megatron(recompute="selective", recompute_modules=("mlp",))
-    modes = {"none": Megatron(), "selective: mlp": mlp, "full": Megatron(recompute="full")}
+    module = planner.shape.mlp.recompute_module
+    mlp = Megatron(recompute="selective", recompute_modules=(module,))
+    modes = {"none": Megatron(), f"selective: {module}": mlp, "full": Megatron(recompute="full")}
     modes_text = ", ".join(f"{name} {best.policy.activations(0, mode) / _GIB:.1f}" for name, mode in modes.items())
     yield f"  activations of the first stage by megatron.recompute: {modes_text}"
     first, last = best.policy.states[0], best.policy.states[-1]
@@ -315,7 +316,8 @@ def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> st
 
 def _degrees(candidate: Candidate) -> str:
     layout, recompute = candidate.policy.layout, candidate.policy.megatron.recompute
-    return (f"TP {layout.tensor_parallel_size}, PP {_stages(candidate)}, CP {layout.context_parallel_size}, "
+    experts = f"EP {layout.expert_parallel_size}, " if candidate.policy.shape.num_experts else ""
+    return (f"TP {layout.tensor_parallel_size}, PP {_stages(candidate)}, CP {layout.context_parallel_size}, {experts}"
         f"recompute {recompute}, {layout.world_size} ranks, {candidate.engines.count} engines of "
         f"{candidate.engines.tensor_parallel_size}, vllm.gpu_memory_utilization {candidate.share:g}")  # fmt: skip
 

@@ -90,6 +90,10 @@ class ParallelLayout:
     def data_parallel_size(self) -> int:
         return self.world_size // self.model_parallel_size
 
+    def rows(self, tokens: int) -> int:
+        """Of so many tokens, those that a rank has between tensor-parallel regions."""
+        return tokens // self.tensor_parallel_size if self.sequence_parallel else tokens
+
     @property
     def given_layers(self) -> tuple[int | None, int | None]:
         """Layers of the first and of the last stage where they are not spread evenly."""
@@ -138,6 +142,17 @@ class ParallelLayout:
     def expert_copies(self) -> int:
         """How many ranks hold each share of the experts."""
         return self._stage_ranks // (self.expert_tensor * self.expert_parallel_size)
+
+    @property
+    def exchanging_ranks(self) -> int:
+        """Ranks in a row that exchange tokens, because each has some of the experts."""
+        return self.expert_tensor * self.expert_parallel_size if self.expert_parallel_size > 1 else 1
+
+    @property
+    def copy_ranks(self) -> int:
+        """Ranks that one copy of the model is on, its experts included."""
+        here = self.tensor_parallel_size * self.context_parallel_size
+        return self.pipeline_parallel_size * max(here, self.exchanging_ranks)
 
     @property
     def order(self) -> str:
@@ -191,5 +206,4 @@ class ParallelLayout:
     @property
     def near_ranks(self) -> int:
         """Ranks in a row that have the most to say to each other."""
-        experts = self.expert_tensor * self.expert_parallel_size if self.expert_parallel_size > 1 else 1
-        return math.lcm(self.tensor_parallel_size * self.context_parallel_size, experts)
+        return math.lcm(self.tensor_parallel_size * self.context_parallel_size, self.exchanging_ranks)

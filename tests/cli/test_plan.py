@@ -40,6 +40,7 @@ QWEN25_7B = [
         ("qwen2.5-0.5b", 494_032_768), ("qwen2.5-3b", 3_085_938_688), ("qwen2.5-7b", 7_615_616_512),
         ("qwen2.5-32b", 32_763_876_352), ("qwen3-8b", 8_190_735_360), ("qwen3-32b", 32_762_123_264),
         ("llama-3.1-8b", 8_030_261_248), ("llama-3.1-70b", 70_553_706_496),
+        ("qwen3-30b-a3b", 30_532_122_624), ("qwen3-235b-a22b", 235_093_634_560),
     ],
 )  # fmt: skip
 def test_models_have_their_published_numbers_of_parameters(name, parameters):
@@ -80,6 +81,18 @@ def test_a_model_and_a_number_of_gpus_are_enough(tmp_path, capsys, words):
     assert config.vllm.gpu_memory_utilization in SHARES and config.train.colocate_all == bool(words)
     assert plan.main([*model, "--gpus", "8", "--rollout.n_samples_per_prompt", "1"]) == 2
     assert "must be at least 2" in capsys.readouterr().err
+
+
+def test_a_mixtures_plan_says_over_how_many_ranks_experts_are_dealt(tmp_path, capsys):
+    layout = tmp_path / "layout.yaml"
+    words = ["--actor.model_name_or_path", "Qwen/Qwen3-30B-A3B", "--train.colocate_all", "--ds.enable_sleep"]
+    words += ["--vllm.enable_sleep", "--train.dynamic_batch_enable", "--megatron.expert_parallel_size", "8"]
+    assert plan.main([*words, "--gpus", "16", "--write", str(layout)]) == 0
+    said = capsys.readouterr().out
+    (header,) = (line.split() for line in said.splitlines() if line.split()[:2] == ["TP", "PP"])
+    assert header[:6] == ["TP", "PP", "VP", "CP", "EP", "DP"]
+    assert "products of experts reach 0.5 of that rate" in said and "selective: moe" in said
+    assert yaml.safe_load(layout.read_text())["megatron"]["expert_parallel_size"] == 8
 
 
 def test_a_share_that_leaves_no_room_is_named(capsys):

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops, peak_tflops
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
-from tests.models import make_tiny_model
+from tests.models import MIXTURES, make_tiny_model
 
 
 def test_frozen_weights_get_no_gradients():
@@ -33,11 +33,14 @@ def test_a_model_counted_by_hand():
     assert flops.total == 6480 + 576 + 336 and flops.training == 3 * flops.total
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "llama", *MIXTURES])
 def test_against_torchs_own_counter(tmp_path, family):
-    """torch counts attention in full and the head for every position; the rest has to be the same number."""
+    """torch counts attention in full and the head for every position; the rest has to be the same number: of a mixture
+    the router, the experts of each token, and the one of all tokens with its gate."""
     model = make_tiny_model(tmp_path, family)
     model.set_attn_implementation("eager")  # whose products the counter sees
+    if family in MIXTURES:
+        model.set_experts_implementation("eager")  # likewise
     shape, length = read_model_shape(tmp_path), 12
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.arange(length)[None])

@@ -8,10 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from openrlhf_ext.megatron.layout import ParallelLayout
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class MLP(ABC):
     # field of ``ModelShape`` -> its entry of config.json, and the largest value accepted
     entries: ClassVar[dict[str, tuple[str, int]]]
     is_mixture: ClassVar[bool] = False
+    recompute_module: ClassVar[Literal["mlp", "moe"]] = "mlp"  # of ``megatron.recompute_modules``, for this kind
     flags: ClassVar[dict[str, str]] = {}  # field of ``ModelShape`` -> its entry of config.json, true or false
     # how Megatron cuts each parameter, its rows and columns (see ``Rule``), in the order in which it builds them;
     # ``{expert}`` stands for the number of an expert on its rank
@@ -51,10 +54,29 @@ class MLP(ABC):
     def token_weights(self) -> int:
         """Number of weights that each token is multiplied by."""
 
+    @property
+    def expert_weights(self) -> int:
+        """Number of weights of all experts of a layer, which are dealt over ranks."""
+        return 0
+
+    @property
+    def idle_weights(self) -> int:
+        """Those of the experts that a token is not multiplied by."""
+        return 0
+
     @abstractmethod
-    def activation_bytes(self, tokens: int, tensor_parallel_size: int, entry: int, linear_input: int) -> int:
+    def activation_bytes(self, tokens: int, layout: ParallelLayout, entry: int, linear_input: int) -> int:
         """Bytes that autograd keeps after the norm; ``entry``: bytes of an entry, ``linear_input``: of an entry of the
         down projection's input."""
+
+    def moved_bytes(self, entry: int) -> int:
+        """Bytes of the GPU's memory that a layer's forward pass writes and reads for each token and entry of its hidden
+        state because tokens go to experts."""
+        return 0
+
+    def exchange_bytes(self, tokens: int, layout: ParallelLayout, entry: int) -> int:
+        """Bytes that a layer's pass holds for a while, beside what autograd keeps, because tokens go to experts."""
+        return 0
 
     @abstractmethod
     def megatron_arguments(self) -> dict[str, Any]:

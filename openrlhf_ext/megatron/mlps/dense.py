@@ -10,6 +10,8 @@ from openrlhf_ext.megatron.mlps import MLP
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    from openrlhf_ext.megatron.layout import ParallelLayout
+
 
 @dataclass(frozen=True)
 class DenseMLP(MLP):
@@ -39,8 +41,8 @@ class DenseMLP(MLP):
     def token_weights(self) -> int:
         return 3 * self.hidden_size * self.ffn_hidden_size
 
-    def activation_bytes(self, tokens: int, tensor_parallel_size: int, entry: int, linear_input: int) -> int:
-        return tokens * self.ffn_hidden_size // tensor_parallel_size * (2 * entry + linear_input)
+    def activation_bytes(self, tokens: int, layout: ParallelLayout, entry: int, linear_input: int) -> int:
+        return tokens * self.ffn_hidden_size // layout.tensor_parallel_size * (2 * entry + linear_input)
 
     def megatron_arguments(self) -> dict[str, Any]:
         from torch.nn.functional import silu

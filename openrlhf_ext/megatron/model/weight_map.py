@@ -125,13 +125,44 @@ def parameters(shape: ModelShape, layout: ParallelLayout) -> Iterator[Held]:
             yield Held(rule, stage, chunk, share, first or shape.family.embedding not in rule.hf_names)
 
 
+class Cut(NamedTuple):
+    """How many ranks share a parameter: ``tensor`` ranks, or ``expert_tensor`` one of an expert; experts are dealt into
+    ``expert_shares``."""
+
+    tensor: int
+    expert_shares: int
+    expert_tensor: int
+
+    @classmethod
+    def of(cls, layout: ParallelLayout) -> Cut:
+        return cls(layout.tensor_parallel_size, layout.expert_parallel_size, layout.expert_tensor)
+
+
+class RankParameter(NamedTuple):
+    """A parameter as a rank holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    of_expert: bool
+
+
 @cache
-def layer_shards(shape: ModelShape, tensor_parallel_size: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """(name, shape of a rank's shard) of a layer's parameters, or of its adapters; parameters in the order in which
-    Megatron builds them."""
-    rules = {rule.parameter: rule for rule in stage_rules(shape, range(1), first=False, last=False)}
-    built = [name for name in map("decoder.layers.0.{}".format, shape.family.parameters) if name in rules]
-    return tuple((name, shard_shape(rules[name], shape, tensor_parallel_size)) for name in built or rules)
+def layer_shards(shape: ModelShape, cut: Cut) -> tuple[RankParameter, ...]:
+    """A layer's parameters, or its adapters, on one rank; parameters in the order in which Megatron builds them."""
+    shares = cut.expert_shares
+    rules = {rule.parameter: rule for rule in stage_rules(shape, range(1), False, False, shares, share=0)}
+    each = range(max(1, shape.num_experts // shares))
+    built = [
+        f"decoder.layers.0.{name}".replace("{expert}", str(number))
+        for name in shape.family.parameters
+        for number in (each if "{expert}" in name else range(1))
+    ]
+    held = [rules[name] for name in built if name in rules] or [*rules.values()]
+    sizes = [cut.tensor if rule.expert is None else cut.expert_tensor for rule in held]
+    return tuple(
+        RankParameter(rule.parameter, shard_shape(rule, shape, size), rule.expert is not None)
+        for rule, size in zip(held, sizes, strict=True)
+    )
 
 
 # ---- shapes and places --------------------------------------------------------------------------------------------

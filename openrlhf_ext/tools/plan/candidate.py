@@ -129,7 +129,7 @@ def order(candidate: Candidate) -> tuple[float, ...]:
     if candidate.seconds is None:  # the nearest to fitting first
         return math.inf, candidate.short, candidate.fullest.total
     alike = int(math.log(candidate.seconds.step) / math.log(1 + ALIKE))
-    ranks = candidate.policy.layout.model_parallel_size
+    ranks = candidate.policy.layout.copy_ranks
     return candidate.tight(), alike, ranks, candidate.fullest.total, candidate.seconds.step
 
 

@@ -31,7 +31,7 @@ from openrlhf_ext.options.sections import Actor, Advantage, Algo, Data, DeepSpee
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.tools.plan.candidate import SHARE, Candidate, PlanError, order, with_options
 from openrlhf_ext.tools.plan.memory import GIB, TOTAL, Moment
-from openrlhf_ext.tools.plan.search import ENDS, SIZES, Planner
+from openrlhf_ext.tools.plan.search import ENDS, EXPERTS, SIZES, Planner
 from openrlhf_ext.tools.plan.seconds import GPUS, card
 
 logger = logging.getLogger(__name__)
@@ -307,14 +307,15 @@ def _rank_too_large(
     config, memory, shared = planner.config, device.memory, planner.config.engines_share_gpus
     if (standing := max((one.standing for one in laid_out.decisive), key=TOTAL)).total <= memory:
         return
-    layout = laid_out.policy.layout
+    layout, mixture = laid_out.policy.layout, laid_out.policy.shape.num_experts > 0
     beside = " with the engine beside it" if shared else ""
     engine = (SHARE, "vllm.num_engines", "vllm.tensor_parallel_size", "ds.enable_sleep", "vllm.enable_sleep")
     ranks = ("actor.num_nodes", "actor.num_gpus_per_node", "actor.model_name_or_path", _LAYOUT, "train.colocate_all")
-    options = (*SIZES, *ranks, *(engine if shared else ()))
+    options = (*SIZES, *(EXPERTS if mixture else ()), *ranks, *(engine if shared else ()))
     yield Violation(tuple(called.get(name, name) for name in options),
         f"{' * '.join(SIZES[:2])} must cut the models so that a rank fits on a GPU{beside}: got "
-        f"{layout.tensor_parallel_size} * {layout.pipeline_parallel_size} on {layout.world_size} ranks, with which "
+        f"{layout.tensor_parallel_size} * {layout.pipeline_parallel_size} on {layout.world_size} ranks"
+        f"{f', {EXPERTS[0]} {layout.expert_parallel_size}' if mixture else ''}, with which "
         f"{standing.doing} takes {standing.total / GIB:.1f} GiB before any activation ({_shown(standing)}), and "
         f"{device.said} has {memory / GIB:.1f}; "
         f"{_remedy(config, device, called)}{device.remedy}")  # fmt: skip
@@ -322,7 +323,7 @@ def _rank_too_large(
 
 def _remedy(config: RunConfig, device: Device, called: Mapping[str, str]) -> str:
     """Sizes that fit, or more GPUs."""
-    cuts = (*SIZES, *ENDS, "megatron.sequence_parallel_enable", "megatron.virtual_pipeline_size")
+    cuts = (*SIZES, *EXPERTS, *ENDS, "megatron.sequence_parallel_enable", "megatron.virtual_pipeline_size")
     free, factor = _unset(config, cuts), 1
     while factor * config.world_size <= _MOST_GPUS:
         counts = _on_more(free, factor) if factor > 1 else {}

@@ -24,7 +24,7 @@ from openrlhf_ext.megatron.layers.lora import adapters_of
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.model.weight_map import hf_tensors, layer_shards, shard_shape, stage_rules
+from openrlhf_ext.megatron.model.weight_map import Cut, hf_tensors, layer_shards, shard_shape, stage_rules
 from openrlhf_ext.megatron.settings import layer_converters
 from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.ranks.shared_gpu import RESERVE_BYTES, Parts, shared_parts
@@ -69,7 +69,7 @@ class StateOptions:
 
     Attributes:
         param_bytes: 2 (bf16, with fp32 master weights) or 4.
-        distributed: Adam's states are divided over the data- and context-parallel ranks.
+        distributed: Adam's states are divided over the ranks that hold the same parameters.
         bucket_size: in parameters, where gradients are reduced during the backward pass; None = one bucket.
     """
 
@@ -87,14 +87,19 @@ def entries(shape: ModelShape) -> int:
 
 @cache
 def chunk_parameters(
-    shape: ModelShape, tensor_parallel_size: int, layers: int, first: bool, last: bool
+    shape: ModelShape, cut: Cut, layers: int, first: bool, last: bool, of_experts: bool | None = None
 ) -> tuple[tuple[str, int], ...]:
-    """(name, entries) of one tensor-parallel rank's parameters of a model chunk, in the order in which Megatron builds
-    them; those of a layer again and again by the names of the first one."""
-    layer = [(name, math.prod(shard)) for name, shard in layer_shards(shape, tensor_parallel_size)]
+    """(name, entries) of a rank's parameters of a model chunk, in the order in which Megatron builds them; those of a
+    layer again and again by the names of the first one. ``of_experts``: those of experts only, or all others."""
+    layer = [
+        (name, math.prod(shard))
+        for name, shard, of_expert in layer_shards(shape, cut)
+        if of_experts is None or of_expert == of_experts
+    ]
     outer = [
-        (rule.parameter, math.prod(shard_shape(rule, shape, tensor_parallel_size)))
+        (rule.parameter, math.prod(shard_shape(rule, shape, cut.tensor)))
         for rule in stage_rules(shape, range(0), first, last)
+        if not of_experts
     ]
     return (*outer[:first], *layer * layers, *outer[first:])
 
@@ -102,25 +107,60 @@ def chunk_parameters(
 @cache
 def rank_states(shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions) -> States:
     """States of the ranks of a stage; where ranks share the optimizer's states, of the rank with the largest share."""
-    shards = layout.copies if options.distributed else 1
-    size, stages, chunks = options.param_bytes, layout.pipeline_parallel_size, layout.virtual_pipeline_size
-    layers, tp = layout.stage_layers(shape.num_layers)[stage], layout.tensor_parallel_size
-    held = [
-        chunk_parameters(shape, tp, layers // chunks, stage == chunk == 0, stage == stages - 1 and chunk == chunks - 1)
-        for chunk in range(chunks)
-    ]
-    parameters, copies = sum(count for named in held for _, count in named), _copies(shape, layout, stage, options)
+    size, every = options.param_bytes, _stage_parameters(shape, layout, stage)
+    parameters, copies = sum(count for named in every for _, count in named), _copies(shape, layout, stage, options)
     if (lora := adapters_of(options.converters)) is not None:  # in fp32; frozen weights lie in no padded buffer
-        trained = layers * sum(math.prod(shard) for _, shard in layer_shards(lora.shape(shape), tp))
+        layers, shards = layout.stage_layers(shape.num_layers)[stage], layout.copies if options.distributed else 1
+        trained = layers * sum(math.prod(shard) for _, shard, _ in layer_shards(lora.shape(shape), Cut.of(layout)))
         return States(
             parameters + trained, parameters * size + 4 * trained, trained * GRADIENT_BYTES,
             -(-8 * trained // shards), copies,
         )  # fmt: skip
-    tied, bucket_size = shape.tied_embeddings and stages > 1, options.bucket_size if stage == 0 else None
-    buffers = [_buffer(named, shards, options.distributed, bucket_size, tied) for named in held]
-    length, owned = sum(length for length, _ in buffers), np.sum([owned for _, owned in buffers], axis=0)
-    optimizer = int(owned.max()) * (12 if size == 2 else 8)
+    # experts that are dealt over ranks have gradient buffers and an optimizer of their own, over their own copies
+    # (megatron-core 0.16.1 distributed/distributed_data_parallel.py:122)
+    dealt = shape.num_experts > 0 and layout.expert_parallel_size > 1
+    buffers = [_buffers(shape, layout, stage, options, layout.copies, False if dealt else None)]
+    if dealt:
+        buffers.append(_buffers(shape, layout, stage, options, layout.expert_copies, True))
+    length, owned = sum(length for length, _ in buffers), [shares for _, shares in buffers]
+    optimizer = _largest_share(layout, stage, *owned) * (12 if size == 2 else 8)
     return States(parameters, length * size, length * GRADIENT_BYTES, optimizer, copies)
+
+
+def _stage_parameters(
+    shape: ModelShape, layout: ParallelLayout, stage: int, of_experts: bool | None = None
+) -> list[tuple[tuple[str, int], ...]]:
+    """``chunk_parameters`` of every model chunk of a stage."""
+    stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
+    layers = layout.stage_layers(shape.num_layers)[stage] // chunks
+    return [
+        chunk_parameters(
+            shape, Cut.of(layout), layers, stage == chunk == 0, stage == stages - 1 and chunk == chunks - 1, of_experts
+        )
+        for chunk in range(chunks)
+    ]
+
+
+def _buffers(
+    shape: ModelShape, layout: ParallelLayout, stage: int, options: StateOptions, copies: int, of_experts: bool | None
+) -> tuple[int, np.ndarray]:
+    """``_buffer`` of all model chunks of a stage together; ``copies``: ranks that hold the same parameters."""
+    shards = copies if options.distributed else 1
+    tied = shape.tied_embeddings and layout.pipeline_parallel_size > 1
+    bucket_size = options.bucket_size if stage == 0 else None
+    held = _stage_parameters(shape, layout, stage, of_experts)
+    buffers = [_buffer(named, shards, options.distributed, bucket_size, tied) for named in held]
+    return sum(length for length, _ in buffers), np.sum([owned for _, owned in buffers], axis=0)
+
+
+def _largest_share(layout: ParallelLayout, stage: int, owned: np.ndarray, of_experts: np.ndarray | None = None) -> int:
+    """Entries of the optimizer's states on the stage's rank that has most; ``owned``: those of each copy, or of all."""
+    if of_experts is None:
+        return int(owned.max())
+    return max(
+        int(owned[layout.copy(rank) % len(owned)] + of_experts[layout.place(rank).expert_replica % len(of_experts)])
+        for rank in layout.ranks(stage=stage)
+    )
 
 
 def _buffer(
@@ -178,7 +218,7 @@ def _copies(shape: ModelShape, layout: ParallelLayout, stage: int, options: Stat
     return sum(
         c.kept_per_weight(name, number, shape.num_layers) * math.prod(size)
         for c in options.converters for number in numbers
-        for name, size in layer_shards(shape, layout.tensor_parallel_size) if len(size) == 2
+        for name, size, _ in layer_shards(shape, Cut.of(layout)) if len(size) == 2
     )  # fmt: skip
 
 
@@ -194,9 +234,11 @@ class LayerActivations:
         attention: everything up to attention and from it to the MLP, without ``core``.
         core: what attention itself keeps: its operands, its result and their statistics.
         core_operands: what recomputation of attention (core_attn) keeps in the place of ``core``.
-        mlp: norm and MLP; their recomputation keeps their input, as large as ``input``.
+        mlp: norm and MLP.
         final: of the final norm and the hidden states that the head sees, which the last stage keeps.
         shares_input: the norms keep their input itself, and no copy of it.
+        mlp_kept: what recomputation keeps in the place of ``mlp``: the norm and its result, where that is the input of
+            what is computed again; None: the norm is too, and its input is kept, as large as ``input``.
     """
 
     input: int
@@ -206,6 +248,7 @@ class LayerActivations:
     mlp: int
     final: int
     shares_input: bool = True
+    mlp_kept: int | None = None
 
     @property
     def total(self) -> int:
@@ -229,7 +272,7 @@ class Pass:
 
 def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> LayerActivations:
     tokens, tp, e = work.tokens, layout.tensor_parallel_size, work.param_bytes
-    rows = tokens // tp if layout.sequence_parallel else tokens  # between tensor-parallel regions
+    rows = layout.rows(tokens)
     query, heads = tokens * shape.num_heads * shape.head_dim // tp, tokens * shape.num_heads // tp
     key = tokens * max(1, shape.num_kv_heads // tp) * shape.head_dim
     wide = rows * shape.hidden_size
@@ -243,8 +286,9 @@ def layer_activations(shape: ModelShape, layout: ParallelLayout, work: Pass) -> 
     # attention and the projection after it share the result of attention, unless FP8 makes a copy
     core = e * (query + 2 * key) + e * query + 4 * heads
     attention = norm + qk_norm + rope + (query if work.fp8 else 0)
-    mlp, final = norm + shape.mlp.activation_bytes(tokens, tp, e, linear_input), wide * e + 4 * rows
-    return LayerActivations(wide * e, attention, core, kept, mlp, final)
+    mlp, final = norm + shape.mlp.activation_bytes(tokens, layout, e, linear_input), wide * e + 4 * rows
+    mlp_kept = norm if shape.mlp.is_mixture else None
+    return LayerActivations(wide * e, attention, core, kept, mlp, final, mlp_kept=mlp_kept)
 
 
 def activations(shape: ModelShape, layout: ParallelLayout, stage: int, work: Pass, micro_batches: int) -> int:
@@ -252,7 +296,7 @@ def activations(shape: ModelShape, layout: ParallelLayout, stage: int, work: Pas
     own workspace is not in it."""
     layer, megatron = layer_activations(shape, layout, work), work.megatron
     layers = layout.stage_layers(shape.num_layers)[stage] // layout.virtual_pipeline_size
-    kept, recomputed = _kept_and_recomputed(layer, layers, megatron)
+    kept, recomputed = _kept_and_recomputed(layer, layers, megatron, shape.mlp.recompute_module)
     if megatron.recompute == "full":  # the checkpointed function takes the rotary table of the whole pack
         kept += 4 * work.tokens * layout.context_parallel_size * shape.head_dim
     final = layer.final if stage == layout.pipeline_parallel_size - 1 else 0
@@ -260,8 +304,11 @@ def activations(shape: ModelShape, layout: ParallelLayout, stage: int, work: Pas
     return kept * in_flight(layout, stage, micro_batches) + max(recomputed, final)
 
 
-def _kept_and_recomputed(layer: LayerActivations, layers: int, megatron: Megatron) -> tuple[int, int]:
-    """Bytes that a chunk's layers keep of a micro-batch, and the most that their backward pass makes again at once."""
+def _kept_and_recomputed(
+    layer: LayerActivations, layers: int, megatron: Megatron, mlp_module: str
+) -> tuple[int, int]:
+    """Bytes that a chunk's layers keep of a micro-batch, and the most that their backward pass makes again at once;
+    ``mlp_module``: what ``megatron.recompute_modules`` calls the layers' MLP."""
     again = layer.input if layer.shares_input else 0  # the recomputed pass saves the kept input itself
     if megatron.recompute == "full" and megatron.recompute_method == "uniform":
         return (
@@ -275,8 +322,10 @@ def _kept_and_recomputed(layer: LayerActivations, layers: int, megatron: Megatro
     if megatron.recompute == "none":
         return layers * layer.total, 0
     core = layer.core_operands if "core_attn" in megatron.recompute_modules else layer.core
-    mlp = layer.input if "mlp" in megatron.recompute_modules else layer.mlp
-    return layers * (layer.attention + core + mlp), layer.mlp - again if "mlp" in megatron.recompute_modules else 0
+    if mlp_module not in megatron.recompute_modules:
+        return layers * (layer.attention + core + layer.mlp), 0
+    mlp, again = (layer.input, again) if layer.mlp_kept is None else (layer.mlp_kept, layer.mlp_kept)
+    return layers * (layer.attention + core + mlp), layer.mlp - again
 
 
 def in_flight(layout: ParallelLayout, stage: int, micro_batches: int) -> int:
@@ -293,7 +342,10 @@ def in_flight(layout: ParallelLayout, stage: int, micro_batches: int) -> int:
 _CONTEXTS = "CUDA contexts and NCCL (estimate)"
 REWARD = "reward model"
 """The name of the reward model among frozen models."""
-_WORKING = ("activations", "fragments (estimate)", "head: workspace, hidden states and their gradient")
+_WORKING = (
+    "activations", "fragments (estimate)", "tokens on their way to experts and back (estimate)",
+    "head: workspace, hidden states and their gradient",
+)  # fmt: skip
 _FRAGMENTS = 0.1
 """Of the activations: what torch's allocator loses to fragments. An estimate."""
 
@@ -449,8 +501,9 @@ class TrainedModel:
         return max(stages, key=lambda parts: sum(parts[0].values()) + sum(parts[1].values()))
 
     def _working(self, stage: int) -> dict[str, int]:
-        kept, (activated, fragments, head) = self.activations(stage, self.megatron), _WORKING
-        working = {activated: kept, fragments: int(_FRAGMENTS * kept)}
+        kept, (activated, fragments, exchanged, head) = self.activations(stage, self.megatron), _WORKING
+        one = self.shape.mlp.exchange_bytes(self._tokens, self.layout, param_bytes(self.config.megatron))
+        working = {activated: kept, fragments: int(_FRAGMENTS * kept), **({exchanged: one} if one else {})}
         if stage == len(self.states) - 1 and self.shape.value_head is None:
             # its workspace; hidden states of response tokens and their gradient (docs/head.md)
             tokens = self._tokens * self.work.response_tokens // self.work.length

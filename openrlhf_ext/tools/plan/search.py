@@ -36,19 +36,16 @@ from openrlhf_ext.tools.plan.memory import TrainedModel, moments, param_bytes
 
 _DEGREES = (1, 2, 4, 8)
 _MOST_STAGES, _CHUNKS = 16, (1, 2, 4)
-_RECOMPUTES: tuple[dict[str, Any], ...] = (
-    {"megatron.recompute": "none"},
-    {"megatron.recompute": "selective", "megatron.recompute_modules": ("mlp",)},
-    {"megatron.recompute": "full", "megatron.recompute_method": "uniform", "megatron.recompute_num_layers": 1},
-)
 _MOST_GPUS, _FEW_NODES = 4096, 8
 SIZES = tuple(f"megatron.{axis}_parallel_size" for axis in ("tensor", "pipeline", "context"))
+EXPERTS = ("megatron.expert_parallel_size", "megatron.expert_tensor_parallel_size")
+"""Of a mixture; a layout deals its experts over ranks and cuts none, unless the run says otherwise."""
 ENDS = tuple(f"megatron.{name}" for name in PIPELINE_ENDS)
 _SEQUENCE, _CHUNKED = "megatron.sequence_parallel_enable", "megatron.virtual_pipeline_size"
 _ENGINES, _ENGINE_SIZE, _RECOMPUTE = "vllm.num_engines", "vllm.tensor_parallel_size", "megatron.recompute"
-CHOSEN = (*SIZES, _CHUNKED, _SEQUENCE, *ENDS, _ENGINES, _ENGINE_SIZE)
+CHOSEN = (*SIZES, EXPERTS[0], _CHUNKED, _SEQUENCE, *ENDS, _ENGINES, _ENGINE_SIZE)
 """Options of the run that a layout replaces, unless the command line gives them."""
-_KEPT = (*CHOSEN, _RECOMPUTE, "train.max_tokens_per_gpu", "actor.num_nodes")
+_KEPT = (*CHOSEN, EXPERTS[1], _RECOMPUTE, "train.max_tokens_per_gpu", "actor.num_nodes")
 _SHOWN = ("actor.num_nodes", "actor.num_gpus_per_node", *CHOSEN, _RECOMPUTE)
 SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Of a GPU for its engine, tried where the run sets none."""
@@ -76,7 +73,7 @@ class Planner(Costs):
     def kept(self) -> dict[str, Any]:
         """Sizes that every layout has: those that the command line gives."""
         if self.own:
-            names = [name for name in (*SIZES, _SEQUENCE, _RECOMPUTE) if is_set(self.config, name)]
+            names = [name for name in (*SIZES, *EXPERTS, _SEQUENCE, _RECOMPUTE) if is_set(self.config, name)]
         else:
             names = [name for name in _KEPT if self._on_command_line(name) and not self.free]
         return {name: value_of(self.config, name) for name in names}
@@ -131,7 +128,8 @@ class Planner(Costs):
             yield self.candidate(options, config, self.models(config))
 
     def as_configured(self) -> Candidate:
-        options = {name: value_of(self.config, name) for name in _SHOWN}
+        names = [name for name in _SHOWN if name not in EXPERTS or self.shape.num_experts]
+        options = {name: value_of(self.config, name) for name in names}
         return self.candidate(options, self.config, self.models(self.config))
 
     def with_best_share(self, options: Options, models: Models | None = None) -> Candidate:
@@ -197,17 +195,48 @@ class Planner(Costs):
         stages = _DEGREES if self.coarse else range(1, _MOST_STAGES + 1)
         contexts = sorted({1, self.coarse}) if self.coarse else _DEGREES
         degrees = (self._tried(name, tried) for name, tried in zip(SIZES, (_DEGREES, stages, contexts), strict=True))
-        recomputes = ({},) if _RECOMPUTE in self.kept else _RECOMPUTES
+        recomputes = ({},) if _RECOMPUTE in self.kept else self._recomputes
         for tp, pp, cp in itertools.product(*degrees):
-            if tp > per_node or ranks % (tp * pp * cp) or (if_states_fit and not self._states_fit(tp, pp, ranks)):
+            if tp > per_node or ranks % (tp * pp * cp):
                 continue
-            for chunks, recompute, budget in itertools.product(self._chunks(pp), recomputes, self._budgets(cp)):
+            experts = [
+                ep for ep in self._expert_sizes(tp, pp, cp, ranks, per_node)
+                if not if_states_fit or self._states_fit(tp, pp, ep, ranks)
+            ]  # fmt: skip
+            tried = itertools.product(experts, self._chunks(pp), recomputes, self._budgets(cp))
+            for ep, chunks, recompute, budget in tried:
                 cut = {**dict(zip(SIZES, (tp, pp, cp), strict=True)), **chunks, _SEQUENCE: tp > 1}
-                for options in self._cut({**nodes, **cut, **recompute, **budget}):
+                dealt = {EXPERTS[0]: ep} if self.shape.num_experts else {}
+                for options in self._cut({**nodes, **cut, **dealt, **recompute, **budget}):
                     options |= {name: value for name, value in self.kept.items() if name in (_SEQUENCE, *ENDS)}
                     config = with_options(self.config, {**options, **engines})
                     if not self._broken(config):
                         yield options, config
+
+    @property
+    def _recomputes(self) -> tuple[dict[str, Any], ...]:
+        return (
+            {_RECOMPUTE: "none"},
+            {_RECOMPUTE: "selective", "megatron.recompute_modules": (self.shape.mlp.recompute_module,)},
+            {_RECOMPUTE: "full", "megatron.recompute_method": "uniform", "megatron.recompute_num_layers": 1},
+        )
+
+    def _expert_sizes(self, tp: int, pp: int, cp: int, ranks: int, per_node: int) -> Sequence[int]:
+        """Ranks that a mixture's experts may be dealt over, so that none is cut: those of a node, between whose GPUs
+        tokens travel fastest, or more where even the states do not fit then."""
+        experts, stage = self.shape.num_experts, ranks // pp
+        if not experts:
+            return (1,)
+        shared = self.kept.get(EXPERTS[1]) or 1
+        found = [ep for ep in range(1, experts + 1) if experts % ep == 0 and stage % (ep * shared) == 0]
+        if EXPERTS[0] in self.kept:
+            return [ep for ep in found if ep == self.kept[EXPERTS[0]]]
+        if tp * cp > 1 and EXPERTS[1] not in self.kept:
+            found = [ep for ep in found if ep > 1] or found  # experts that are on all ranks are cut as all else
+        within = [ep for ep in found if ep * shared <= per_node]
+        if any(self._states_fit(tp, pp, ep, ranks) for ep in within):
+            found = within
+        return found
 
     def _chunks(self, stages: int) -> list[dict[str, int]]:
         if self.own:
@@ -239,12 +268,15 @@ class Planner(Costs):
         if stages > 1 and (ends := balanced_ends(layers, stages, chunks, head)) is not None:
             yield options | dict(zip(ENDS, ends, strict=True))
 
-    def _states_fit(self, tp: int, pp: int, ranks: int) -> bool:
+    def _states_fit(self, tp: int, pp: int, ep: int, ranks: int) -> bool:
         """Whether the states alone could fit: a bound that is quick to tell and refuses nothing that fits."""
-        mean = self.parameters // (tp * pp)  # the fullest rank holds at least as many
-        shards = ranks // (tp * pp) if self.config.megatron.distributed_optimizer_enable else 1
-        size = param_bytes(self.config.megatron)
-        least = mean * size if self.config.ds.lora.enabled else state_bytes(mean, size, shards)
+        of_experts, size = self.shape.num_layers * self.shape.mlp.expert_weights, param_bytes(self.config.megatron)
+        shared = ep * (self.kept.get(EXPERTS[1]) or (tp if ep == 1 else 1))
+        least = 0
+        for entries, cut in ((self.parameters - of_experts, tp * pp), (of_experts, shared * pp)):
+            mean = entries // cut  # the fullest rank holds at least as many
+            shards = ranks // cut if self.config.megatron.distributed_optimizer_enable else 1
+            least += mean * size if self.config.ds.lora.enabled else state_bytes(mean, size, shards)
         return least <= self.clock.gpu.memory
 
     # ---- how many GPUs, and what else ---------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.megatron.mlps.moe import FULLEST_RANK
 from openrlhf_ext.megatron.model.flops import BACKWARD, PEAK_BF16_TFLOPS
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.tools.plan.memory import GIB, TrainedModel, Workload, entries, param_bytes, sends_adapters
@@ -88,6 +89,8 @@ def _kind_and_size(name: str) -> tuple[str, int]:
     return "".join(word for word in words if not re.fullmatch(r"\d{2,3}", word)), sizes[0] if sizes else 0
 
 
+EXPERTS_RATE = 0.5
+"""Of the rate of a dense layer's products, that of experts' products: many small ones, in a launch for all. Assumed."""
 FP8_GAIN = {"blockwise": 1.40, "current": 1.69, "delayed": 1.75}
 """Of products within layers over bf16 ones, quantization included, by recipe: an H200, the shapes of Qwen2.5-32B
 without tensor parallelism (benchmarks/results/gpu_h200.json). The data sheet has 2. vLLM's ``fp8_per_block`` is taken
@@ -253,6 +256,11 @@ class Clock:
     def parameters(self) -> int:
         return entries(self.shape)
 
+    @cached_property
+    def _active(self) -> int:
+        """Parameters that a token is multiplied by."""
+        return self.parameters - self.shape.num_layers * self.shape.mlp.idle_weights
+
     @property
     def _held(self) -> int:
         """Tokens of a request, on average while it is decoded."""
@@ -272,19 +280,24 @@ class Clock:
             return math.inf
         mine = math.ceil(self.work.samples / engines.count)
         prompts = math.ceil(mine / self.work.group) if engines.prefix_caching else mine
-        prefill = prompts * self.work.prompt_tokens * self._products(2 * self.parameters, engines.recipe)
+        prefill = prompts * self.work.prompt_tokens * self._products(2 * self._active, engines.recipe)
         full = mine * self.work.response_tokens / batch * self._decode(engines, batch)
         rest = max(1, int(batch * self.assumed.tail))
         tail = (self.work.longest - self.work.response_tokens) * self._decode(engines, rest)
         return prefill / engines.tensor_parallel_size + full + tail
 
     def _decode(self, engines: Engines, batch: int) -> float:
-        """One decoding step: weights and KV cache are read once, every weight is multiplied for every request."""
-        tp, rate = engines.tensor_parallel_size, self.gpu.hbm * 1e9 * self.assumed.memory
-        weights = engines.weights / rate
-        products = batch * self._products(2 * self.parameters, engines.recipe) / tp
+        """One decoding step: weights and KV cache are read once, every weight is multiplied for every request; of
+        experts those that any request chooses, as if each chose by lot."""
+        tp, rate, shape = engines.tensor_parallel_size, self.gpu.hbm * 1e9 * self.assumed.memory, self.shape
+        read = float(engines.weights)
+        if shape.num_experts:
+            unread = (1 - shape.experts_per_token / shape.num_experts) ** batch
+            read *= 1 - unread * shape.num_layers * shape.mlp.expert_weights / self.parameters
+        weights = read / rate
+        products = batch * self._products(2 * self._active, engines.recipe) / tp
         cache = batch * self._held * engines.kv_token_bytes / rate
-        return max(weights, products) + cache + self.shape.num_layers * self.assumed.layer_us * 1e-6
+        return max(weights, products) + cache + shape.num_layers * self.assumed.layer_us * 1e-6
 
     def _products(self, flops: float, recipe: str = "") -> float:
         gain = FP8_GAIN[recipe] if recipe and self.gpu.has_fp8 else 1.0
@@ -335,40 +348,77 @@ class Clock:
         of_mlp = mlp / (mlp + shape.attention_weights)
         share = of_mlp if model.recipe and model.config.fp8.modules == "mlp" else 1.0
         linear = self._products(share * flops.layers, model.recipe) + self._products((1 - share) * flops.layers)
+        slower = self._products(of_mlp * flops.layers) * self._slower_experts(model)
+        linear, mlp_linear = linear + slower, linear * of_mlp + slower
         attention = flops.attention / (self.gpu.tflops * 1e12 * self.assumed.attention)
         again = 0.0
         if not forward_only and megatron.recompute == "full":
             again = linear + attention
         elif not forward_only and megatron.recompute == "selective":
-            again = linear * of_mlp if "mlp" in megatron.recompute_modules else 0.0
+            again = mlp_linear if shape.mlp.recompute_module in megatron.recompute_modules else 0.0
             again += attention if "core_attn" in megatron.recompute_modules else 0.0
         passes = 1 if forward_only else 1 + BACKWARD
         computing, head = passes * (linear + attention) + again, passes * self._products(flops.head)
         passes += again > 0
         wide = model.work.length * shape.hidden_size * layers
-        computing += passes * wide * self.assumed.traffic / (self.gpu.hbm * 1e9)
+        computing += passes * wide * (self.assumed.traffic + shape.mlp.moved_bytes(_BF16)) / (self.gpu.hbm * 1e9)
         return computing / layers, head, passes
 
+    def _slower_experts(self, model: TrainedModel) -> float:
+        """Of the seconds that a mixture's products would take at the rate of a dense layer's: what they take longer, on
+        the rank that has most tokens, for which all wait."""
+        if not model.shape.num_experts:
+            return 0.0
+        fullest = FULLEST_RANK if model.layout.expert_parallel_size > 1 else 1.0
+        return fullest / EXPERTS_RATE - 1
+
     def _communication(self, model: TrainedModel, layers: float, sequences: float, passes: float) -> float:
-        """Tensor-, context- and pipeline-parallel messages of one micro-batch on a stage of so many layers."""
+        """Tensor-, context-, expert- and pipeline-parallel messages of one micro-batch on a stage of so many layers."""
         layout, shape = model.layout, model.shape
         tokens = sequences * model.work.length / layout.context_parallel_size
         tp, cp = layout.tensor_parallel_size, layout.context_parallel_size
         wide = tokens * shape.hidden_size * _BF16
-        # two all-gathers and two reduce-scatters (or two all-reduces) a layer and pass
-        near = layers * passes * 4 * wide * (tp - 1) / tp
+        # two all-gathers and two reduce-scatters (or two all-reduces) a layer and pass; around experts there are none
+        collectives = 2 if shape.num_experts and not shape.shared_ffn_hidden_size else 4
+        near = layers * passes * collectives * wide * (tp - 1) / tp
         keys = layers * passes * tokens * 2 * max(1, shape.num_kv_heads // tp) * shape.head_dim * _BF16 * (cp - 1)
         sent = min(passes, 2) * layout.virtual_pipeline_size * wide / (tp if layout.sequence_parallel else 1)
-        messages = layers * passes * (4 * (tp > 1) + 2 * (cp - 1))
+        messages = layers * passes * (collectives * (tp > 1) + 2 * (cp - 1))
         seconds = messages * self.assumed.message_us * 1e-6 + near / self._rate(self.gpu.near)
         seconds += keys / self._rate(self.gpu.near if tp * cp <= model.near_ranks else self.gpu.far)
+        seconds += self._exchange(model, layers, wide / tp, passes)
         return seconds + (sent / self._rate(self.gpu.far) if layout.pipeline_parallel_size > 1 else 0.0)
+
+    def _exchange(self, model: TrainedModel, layers: float, states: float, passes: float) -> float:
+        """Tokens to their experts and back, ``states``: bytes of a rank's hidden states. A backward pass sends as much
+        as a forward pass; what leaves the node travels beside what does not; ranks that share an expert get all of its
+        tokens from each other, and are on one node."""
+        layout, chosen = model.layout, states * model.shape.experts_per_token
+        ep, etp = layout.expert_parallel_size, layout.expert_tensor
+        if not model.shape.num_experts or ep * etp == 1:
+            return 0.0
+        here = min(ep, max(1, model.near_ranks // etp))
+        near = chosen * (here - 1) / ep / self._rate(self.gpu.near)
+        far = chosen * (ep - here) / ep / self._rate(self.gpu.far)
+        shared = chosen * (etp - 1) / self._rate(self.gpu.near)
+        slowest = (FULLEST_RANK if ep > 1 else 1.0) * (max(near, far) + shared)
+        exchanges = layers * 2 * (passes if passes == 1 else passes - BACKWARD + 1)
+        return exchanges * (slowest + ((ep > 1) + (etp > 1)) * self.assumed.message_us * 1e-6)
+
+    def _shares(self, model: TrainedModel) -> list[tuple[int, int]]:
+        """Parameters of the fullest rank, and how many ranks hold the same: those of experts, which may have copies of
+        their own, and all others."""
+        layout, held = model.layout, model.fullest.parameters
+        if layout.expert_parallel_size == 1:
+            return [(held, layout.copies)]
+        shared = layout.expert_tensor * layout.expert_parallel_size
+        experts = max(model.layers) * model.shape.mlp.expert_weights // shared
+        return [(held - experts, layout.copies), (experts, layout.expert_copies)]
 
     def _update(self, model: TrainedModel) -> float:
         """Gradients reduced, parameters gathered, the optimizer's states read and written."""
-        layout, states = model.layout, model.fullest
-        near = layout.world_size <= model.near_ranks
-        moved = states.parameters * (_FP32 + _BF16) * (layout.copies - 1) / layout.copies
+        states, near = model.fullest, model.layout.world_size <= model.near_ranks
+        moved = sum(held * (_FP32 + _BF16) * (copies - 1) / copies for held, copies in self._shares(model))
         touched = 2 * states.optimizer + states.gradients
         return moved / self._rate(self.gpu.near if near else self.gpu.far) + touched / self._rate(self.gpu.hbm)
 
@@ -383,7 +433,7 @@ class Clock:
         layout, per_node = policy.layout, max(policy.near_ranks, _NODE)
         shared, workers = policy.config.engines_share_gpus, engines.count * engines.tensor_parallel_size
         one_node = layout.world_size + (0 if shared else workers) <= per_node
-        nodes = 1 if one_node else math.ceil(layout.model_parallel_size / policy.near_ranks)
+        nodes = 1 if one_node else math.ceil(layout.copy_ranks / policy.near_ranks)
         size = self.sent
         calls = _CALLS_S[0] + _CALLS_S[1] * (engines.count - 1)
         wire, across = self._rate(self.gpu.near if one_node else self.gpu.far), self._rate(self.gpu.far)
@@ -396,8 +446,9 @@ class Clock:
         # a slice lies on one of the nodes that a copy is spread over, or on none where engines have their own
         away = 0.0 if one_node else 1 - 1 / nodes if shared else 1.0
         received = size / engines.tensor_parallel_size
-        held = policy.fullest.parameters * param_bytes(policy.megatron) * engines.count
-        sent = held / layout.copies
+        sent = sum(
+            held * param_bytes(policy.megatron) * engines.count / copies for held, copies in self._shares(policy)
+        )
         slices = max(
             *((part * share / self._rate(rate), f"{what}{where}")
               for part, what in ((received, "what a worker receives"), (sent, "what the fullest rank sends"))
@@ -416,6 +467,10 @@ class Clock:
 
     def lines(self) -> list[str]:
         gpu, work, a = self.gpu, self.work, self.assumed
+        mixture = [
+            f"products of experts reach {EXPERTS_RATE:g} of that rate, and where experts are dealt over ranks the "
+            f"fullest rank has {FULLEST_RANK:g} times the mean of the tokens (assumed; moe/load_max tells a run's)"
+        ]  # fmt: skip
         return [
             f"GPU: {gpu.memory / GIB:.1f} GiB, {gpu.tflops:g} TFLOP/s bf16, memory "
             f"{gpu.hbm:g} GB/s, within a node {gpu.near:g} GB/s, between nodes {gpu.far:g} GB/s, host {gpu.host:g} "
@@ -427,6 +482,7 @@ class Clock:
             f"matrix products reach {a.products:.0%} of the peak (in FP8 times {_gains()}), attention "
             f"{a.attention:.0%}, decoding {a.memory:.0%} of the memory's rate, collectives and copies {a.network:.0%} "
             "of theirs",
+            *(mixture if self.shape.num_experts else []),
             f"a layer's forward pass of a micro-batch takes {a.launch_us:g} microseconds of the host, and moves "
             f"{a.traffic:g} bytes for each token and hidden entry beside its products",
             f"a decoding step takes {a.layer_us:g} microseconds a layer besides, a message {a.message_us:g}; the "

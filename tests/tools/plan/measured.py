@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.host_memory import KINDS, ModelStates
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.options.sections import Actor, Adam, Megatron
 from tests.patience import PATIENCE_S
 from tests.sequences import masked_batch
@@ -65,13 +68,23 @@ def run_cases(cases: list[dict], lengths: list[int]) -> list[dict]:
         policy = MegatronPolicy(ModelSettings(case["model"], layout, megatron, optimizer=optimizer))
         sequences = [torch.randint(2, 60, (length,)) for length in lengths]
         batch = masked_batch(sequences, [torch.ones(len(s) - 1, dtype=torch.long) for s in sequences])
-        saved = saved_by(policy, batch)
+        saved = saved_by(policy, spread(policy.shape, batch))
         policy.optimizer_step()  # Adam makes its moments at the first step
         states = ModelStates(policy.models, policy.optimizer, policy.device)
         counters = sum(s["step"].nbytes for part in parts_of(policy.optimizer) for s in part.optimizer.state.values())
         results.append({kind: states.nbytes(kind) for kind in KINDS} | {"counters": counters, "saved": saved})
         parallel_state.destroy_model_parallel()
     return results
+
+
+def spread(shape: ModelShape, batch: SequenceBatch) -> SequenceBatch:
+    """A mixture is told the experts of every token, so that each has as many tokens as the others."""
+    if not shape.num_experts:
+        return batch
+    first_M = torch.arange(len(batch.tokens_M)) * shape.experts_per_token
+    experts_MK = (first_M[:, None] + torch.arange(shape.experts_per_token)) % shape.num_experts
+    experts_MYK = experts_MK[:, None].expand(-1, shape.num_layers, -1).to(torch.uint8)
+    return dataclasses.replace(batch, experts_MYK=experts_MYK.contiguous())
 
 
 def parts_of(optimizer) -> list:

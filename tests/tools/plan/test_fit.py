@@ -56,6 +56,8 @@ def fullest(config: RunConfig) -> float:
 TOO_FEW = {
     ("llama-3.1-70b", 4, False), ("llama-3.1-70b", 8, False), ("llama-3.1-70b", 8, True),
     ("qwen2.5-32b", 4, False), ("qwen3-32b", 4, False),  # 18 bytes a parameter are more than these GPUs have
+    ("qwen3-30b-a3b", 4, False), ("qwen3-235b-a22b", 4, False), ("qwen3-235b-a22b", 8, False),
+    ("qwen3-235b-a22b", 8, True), ("qwen3-235b-a22b", 16, True), ("qwen3-235b-a22b", 32, False),
     ("llama-3.1-70b", 16, True),  # 73.9 of 79.6 GiB, and an engine asleep, contexts and buffers take 6
 }  # fmt: skip
 
@@ -63,7 +65,7 @@ TOO_FEW = {
 @pytest.mark.parametrize("model", sorted(path.name for path in MODELS.iterdir()))
 def test_every_model_gets_a_layout_that_fits_wherever_its_states_do(model: str):
     """What fits as it is written stays so; what fits nowhere is refused with the GPUs that would do."""
-    tp = 8 if model.endswith(("70b", "32b")) else 4 if model.endswith(("7b", "8b")) else 1
+    tp = 8 if model.endswith(("70b", "32b", "a22b")) else 4 if model.endswith(("7b", "8b", "a3b")) else 1
     for gpus, shared, tokens in itertools.product((8, 16, 64), (False, True), (4096, 32768)):
         ranks, at = gpus if shared else gpus // 2, f"{gpus} GPUs, shared {shared}, {tokens} tokens"
         options = {"vllm__tensor_parallel_size": tp, "data__max_len": tokens}
@@ -76,6 +78,20 @@ def test_every_model_gets_a_layout_that_fits_wherever_its_states_do(model: str):
         config, as_written = load(model, ranks, **options), load_config(words(model, ranks, **options), files=False)
         assert fullest(config) <= 1, at
         assert (sizes(config) == (1, 1, 1) and config.megatron.recompute == "none") == (fullest(as_written) <= 1), at
+
+
+def test_a_mixture_is_laid_out_over_its_experts_too():
+    options = {"vllm__tensor_parallel_size": 4, "vllm__num_engines": 2, "data__max_len": 4096, **SHARED}
+    config = load("qwen3-30b-a3b", 8, **options)
+    layout = config.layout
+    assert layout.expert_parallel_size > 1 and layout.expert_tensor == 1 and fullest(config) <= 1
+    (line,) = (line for line in config.warnings if line.startswith("megatron.layout auto"))
+    assert f"expert_parallel_size: {layout.expert_parallel_size}" in line
+    kept = load("qwen3-30b-a3b", 8, megatron__layout="auto", megatron__expert_parallel_size=8, **options)
+    assert kept.layout.expert_parallel_size == 8 and kept.layout.pipeline_parallel_size == 1
+    said = refusal("qwen3-30b-a3b", 8, megatron__tensor_parallel_size=1, **options)
+    assert "got 1 * 1 on 8 ranks, megatron.expert_parallel_size 1, with which training takes" in said
+    assert re.search(r"leave the sizes out, .* or use megatron: {.*expert_parallel_size: \d", said)
 
 
 def dry_run(task: Task, capsys: pytest.CaptureFixture[str], **options: object) -> tuple[int, str, str]:

@@ -12,6 +12,7 @@ from openrlhf_ext.fp8.recipe import BF16Layers, Recipe
 from openrlhf_ext.megatron.layers.fp8 import FP8Layers
 from openrlhf_ext.megatron.layers.lora import LoRALayers
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.mlps import moe
 from openrlhf_ext.megatron.model.adapter import ALL_LINEAR, Adapter, resolved_targets
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options.sections import Megatron
@@ -19,7 +20,7 @@ from openrlhf_ext.tools.plan import memory
 from openrlhf_ext.tools.plan.layout_proof import prove_layout
 from openrlhf_ext.tools.plan.memory import LayerActivations, Pass, StateOptions, activations, rank_states
 from tests.launch import launch
-from tests.models import make_tiny_model
+from tests.models import MIXTURES, make_tiny_model
 from tests.tools.plan.test_layout_proof import config_folder
 
 LENGTH, SEQUENCES = 256, 4
@@ -27,10 +28,20 @@ TP, PP, CP, VP, LAST = (
     "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "virtual_pipeline_size",
     "decoder_last_pipeline_num_layers",
 )  # fmt: skip
+EP, ETP, SP = "expert_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"
+MIXTURE_LAYOUTS = [
+    ParallelLayout(world_size, **sizes)
+    for world_size, sizes in (
+        (1, {}), (4, {TP: 2, SP: True}), (8, {EP: 8}), (8, {TP: 2, SP: True, EP: 4}), (8, {TP: 4, SP: True, EP: 2}),
+        (16, {EP: 4, ETP: 2}), (16, {PP: 2, EP: 4}), (16, {TP: 2, SP: True, PP: 2, VP: 2, EP: 2, CP: 2}),
+        (16, {TP: 2, SP: True, PP: 2, EP: 2, ETP: 2, LAST: 3}), (6, {PP: 3, LAST: 2, EP: 2}),
+    )
+]  # fmt: skip
 RECOMPUTED = {
     "none": {},
     "core_attn": {"recompute": "selective"},
     "mlp": {"recompute": "selective", "recompute_modules": ("mlp",)},
+    "moe": {"recompute": "selective", "recompute_modules": ("moe",)},
     "both": {"recompute": "selective", "recompute_modules": ("core_attn", "mlp")},
     "full": {"recompute": "full"},
     "two by two": {"recompute": "full", "recompute_num_layers": 2},
@@ -60,6 +71,20 @@ def test_fp8_copies_are_those_of_built_models(tmp_path):
         options = StateOptions(converters=fp8)
         for share in prove_layout(folder, layout, torch.bfloat16, True, converters=fp8).shares:
             assert rank_states(shape, layout, share.pipeline, options).copies == share.states.copies
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_states_of_a_mixture_are_those_of_the_proof(tmp_path, family):
+    """But for the gaps of buffers and what shares of the optimizer differ by; exactly: see real ranks below."""
+    folder = config_folder(tmp_path, family, num_hidden_layers=8)
+    shape = read_model_shape(folder)
+    for layout in MIXTURE_LAYOUTS:
+        for share in prove_layout(folder, layout, torch.bfloat16, distributed_optimizer=True).shares:
+            found, proved = rank_states(shape, layout, share.pipeline, StateOptions()), share.states
+            assert found.parameters == proved.parameters
+            gaps = 64 * 8 * shape.num_experts * 2  # one before every parameter at most
+            assert proved.gradients <= found.gradients <= proved.gradients + 4 * gaps
+            assert proved.optimizer <= found.optimizer <= proved.optimizer * 1.1 + 12 * 64
 
 
 @pytest.mark.parametrize("targets", [ALL_LINEAR, ("q_proj", "down_proj")])
@@ -93,8 +118,15 @@ def layer_on_a_cpu(shape: ModelShape, layout: ParallelLayout, work: Pass) -> Lay
         masks = tokens * cp // LENGTH * chunk * chunk * (2 * cp + 1) * e
         # the projection's input are the results of both chunks, put together
         kept, attention, core = operands, attention + e * query, e * (2 * query + cp * 2 * key) + masks + 4 * heads
-    mlp, final = norm + 5 * e * tokens * shape.ffn_hidden_size // tp, wide * (e + 4) + 4 * rows
-    return LayerActivations(wide * e, attention, core, kept, mlp, final, shares_input=e == 4)
+    of_mlp, mlp_kept = 5 * e * tokens * shape.ffn_hidden_size // tp, None
+    if shape.num_experts:  # which keeps three more than the fused activation: SiLU's result, up again, their product
+        computed = rows * shape.experts_per_token * layout.expert_tensor
+        of_mlp = shape.mlp.activation_bytes(tokens, layout, e, e)
+        of_mlp += 3 * e * computed * shape.ffn_hidden_size // layout.expert_tensor
+        of_mlp += 2 * e * tokens * shape.shared_ffn_hidden_size // tp
+        mlp_kept = norm
+    mlp, final = norm + of_mlp, wide * (e + 4) + 4 * rows
+    return LayerActivations(wide * e, attention, core, kept, mlp, final, e == 4, mlp_kept)
 
 
 def case(folder: Path, layout: dict, recompute: str = "none", dtype: str = "bf16", distributed: bool = True, **more):
@@ -124,6 +156,7 @@ def compare(one: dict, layout: ParallelLayout, stage: int, ranks: list[dict]) ->
     assert max(rank["optimizer"] - rank["counters"] for rank in ranks) == states.optimizer, one
     work = Pass(LENGTH // layout.context_parallel_size, size, megatron=Megatron(**one["recompute"]))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "FULLEST_RANK", 1.0)  # every expert is given as many tokens
         patch.setattr(memory, "layer_activations", layer_on_a_cpu)
         planned = activations(shape, layout, stage, work, SEQUENCES)
     assert planned == pytest.approx(max(rank["saved"] for rank in ranks), rel=0.05), one
@@ -136,7 +169,7 @@ def test_one_rank_in_every_recompute_mode(tmp_path):
         case(tmp_path / family, {"world_size": 1}, recompute, dtype)
         for family in ("qwen2", "qwen3")
         for dtype in ("bf16", "fp32")
-        for recompute in RECOMPUTED
+        for recompute in RECOMPUTED if recompute != "moe"
     ]
     check(cases, 1)
 
@@ -154,6 +187,41 @@ def test_two_ranks_in_every_kind_of_layout(tmp_path):
     overlap = {"overlap_grad_reduce": True, "ddp_bucket_size": 20000}
     cases += [case(tmp_path / "qwen2", {"world_size": 2, **layout}, overlap=overlap) for layout in ({PP: 2}, {})]
     check(cases, 2)
+
+
+def test_mixtures_on_one_rank_in_every_recompute_mode(tmp_path):
+    for family in MIXTURES:
+        make_tiny_model(tmp_path / family, family)
+    cases = [
+        case(tmp_path / family, {"world_size": 1}, recompute, dtype)
+        for family in MIXTURES
+        for dtype in ("bf16", "fp32")
+        for recompute in ("none", "moe", "full", "core_attn")
+    ]
+    check(cases, 1)
+
+
+def test_mixtures_on_two_and_four_ranks(tmp_path):
+    """Experts have buffers and an optimizer of their own, unless they are on all ranks."""
+    for family in MIXTURES:
+        make_tiny_model(tmp_path / family, family)
+    two = ({EP: 2}, {TP: 2, SP: True, EP: 2}, {TP: 2, SP: True}, {CP: 2, EP: 2}, {PP: 2})
+    cases = [
+        case(tmp_path / family, {"world_size": 2, **layout}, recompute)
+        for layout in two
+        for family, recompute in (("qwen3_moe", "none"), ("qwen3_moe", "moe"), ("qwen2_moe", "none"))
+    ]
+    check(cases, 2)
+    four = (
+        {EP: 2}, {EP: 4, TP: 2, SP: True}, {EP: 2, ETP: 2, TP: 2, SP: True}, {EP: 2, PP: 2}, {EP: 2, PP: 2, VP: 2},
+        {EP: 2, PP: 2, TP: 2, SP: True},
+    )  # fmt: skip
+    buckets = {"overlap": {"overlap_grad_reduce": True, "ddp_bucket_size": 20000}}
+    kinds = (("qwen2_moe", {}), ("qwen3_moe", {"distributed": False}), ("qwen3_moe", buckets))
+    cases = [
+        case(tmp_path / family, {"world_size": 4, **layout}, **more) for layout in four for family, more in kinds
+    ]
+    check(cases, 4)
 
 
 def test_a_rank_on_a_gpu_kept_what_plan_says_in_every_recompute_mode():

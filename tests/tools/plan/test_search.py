@@ -18,7 +18,7 @@ from openrlhf_ext.tools.plan.seconds import GPUS, SLICES, WHOLE, Sync, card
 
 MODELS = (
     "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-32B", "Qwen/Qwen3-8B", "Qwen/Qwen3-32B",
-    "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B",
+    "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B", "Qwen/Qwen3-30B-A3B",
 )  # fmt: skip
 COUNTS = (1, 2, 4, 6, 8, 16, 24, 64)
 GIB = 1 << 30
@@ -44,6 +44,11 @@ def an_engine_fits(plan: Planner, tp: int, share: float) -> bool:
     return needed <= int(share * plan.clock.gpu.memory)
 
 
+def expert_sizes(plan: Planner) -> list[int]:
+    """Ranks that experts may be dealt over, none of them cut."""
+    return [1, *(ep for ep in (2, 4, 8, 16, 32, 64, 128) if plan.shape.num_experts)]
+
+
 def fits(plan: Planner, gpus: int) -> bool:
     """Whether any layout does, in plain loops over degrees, recomputation and shares in steps of a twentieth."""
     memory, shares = plan.clock.gpu.memory, [twentieths / 20 for twentieths in range(6, 20)]
@@ -53,8 +58,12 @@ def fits(plan: Planner, gpus: int) -> bool:
         nodes = {"actor.num_nodes": max(1, ranks // 8), "actor.num_gpus_per_node": min(8, ranks)}
         engines = [tp for tp in (1, 2, 4, 8) if others % tp == 0 and tp <= min(8, others)]
         recomputes = ({"megatron.recompute": "none"}, {"megatron.recompute": "full"})
-        for tp, pp, cp, recompute in itertools.product((1, 2, 4, 8), range(1, 17), (1, 2, 4, 8), recomputes):
-            if ranks % (tp * pp * cp) or 6 * plan.parameters // (tp * pp) > memory:
+        degrees = itertools.product((1, 2, 4, 8), range(1, 17), (1, 2, 4, 8), expert_sizes(plan), recomputes)
+        for tp, pp, cp, ep, recompute in degrees:
+            of_experts = plan.shape.num_layers * plan.shape.mlp.expert_weights
+            least = 6 * ((plan.parameters - of_experts) // (tp * pp) + of_experts // (pp * ep))
+            cut = plan.shape.num_experts and ep == 1 < tp * cp  # experts, if they are on all ranks
+            if ranks % (tp * pp * cp) or ranks // pp % ep or least > memory or cut:
                 continue
             layers = plan.shape.num_layers  # in stages of as many layers, or with a last stage of fewer
             last = next(n for n in range(layers // pp, -1, -1) if (layers - n) % max(1, pp - 1) == 0)
@@ -65,6 +74,7 @@ def fits(plan: Planner, gpus: int) -> bool:
             }  # fmt: skip
             if last == 0:
                 continue
+            layout |= {"megatron.expert_parallel_size": ep} if plan.shape.num_experts else {}
             base = with_options(plan.config, layout)
             policy = plan.models(base).policy
             for share in shares:
@@ -187,6 +197,53 @@ def test_products_in_fp8_gain_what_was_measured(recipe, gain):
     assert planner("Qwen/Qwen2.5-7B", False, *words, "--fp8.emulate").timed().train == plain.train
     mlps = planner("Qwen/Qwen2.5-7B", False, *words, "--fp8.modules", "mlp").timed()
     assert fp8.train < mlps.train < plain.train
+
+
+def test_a_mixtures_tokens_travel_within_a_node_where_experts_do():
+    """64 KiB a token and layer pass of Qwen3-30B-A3B: 2 bytes, hidden 2,048, 8 experts, there and back."""
+    words = ("--actor.num_nodes", "4", "--actor.num_gpus_per_node", "8", "--megatron.expert_parallel_size")
+    near, far = (planner("Qwen/Qwen3-30B-A3B", False, *words, str(ep)) for ep in (8, 32))
+    tokens, messages = 8192, 2 * 20e-6
+    sent = 1.3 * tokens * 65536
+    exchanges = [
+        plan.clock._exchange(plan.models(plan.config).policy, layers=1, states=tokens * 4096, passes=1)
+        for plan in (near, far)
+    ]
+    assert exchanges[0] == pytest.approx(sent * 7 / 8 / (0.7 * 450e9) + messages)
+    assert exchanges[1] == pytest.approx(sent * 24 / 32 / (0.7 * 50e9) + messages)
+    model = near.models(near.config).policy
+    assert near.clock._exchange(model, 1, tokens * 4096, passes=3) == pytest.approx(2 * exchanges[0])
+    assert near.clock._exchange(model, 1, tokens * 4096, passes=4) == pytest.approx(3 * exchanges[0])
+    assert far.timed().train > near.timed().train
+    cut = planner("Qwen/Qwen3-30B-A3B", False, *words[:4], "--megatron.tensor_parallel_size", "2")
+    shared = cut.clock._exchange(cut.models(cut.config).policy, 1, tokens * 2048, passes=1)  # a gather, a scatter
+    assert shared == pytest.approx(tokens * 32768 / (0.7 * 450e9) + messages)
+
+
+def test_of_a_mixture_only_what_a_token_meets_is_computed():
+    mixture, dense = (planner(f"Qwen/Qwen3-{name}", False).clock for name in ("30B-A3B", "32B"))
+    assert mixture._active == pytest.approx(3.35e9, rel=0.01) and mixture.parameters == 30_532_122_624
+    assert dense._active == dense.parameters
+    engines = mixture.engines(planner("Qwen/Qwen3-30B-A3B", False).config)
+    alone, many = (mixture._decode(engines, batch) - 48 * 30e-6 for batch in (1, 256))
+    per_token = engines.kv_token_bytes * mixture._held
+    read = (alone - per_token / (0.56 * 3350e9)) * 0.56 * 3350e9
+    assert read == pytest.approx(2 * mixture._active, rel=0.01)
+    assert many - 256 * per_token / (0.56 * 3350e9) == pytest.approx(engines.weights / (0.56 * 3350e9), rel=0.01)
+
+
+def test_layouts_of_a_mixture_cut_no_expert_and_deal_them_within_a_node():
+    plan = planner("Qwen/Qwen3-30B-A3B", True, "--train.dynamic_batch_enable", "--data.max_len", "4096")
+    found = plan.candidates(16)
+    layouts = {candidate.policy.layout for candidate in found}
+    assert {layout.expert_parallel_size for layout in layouts} == {1, 2, 4, 8}
+    assert all(layout.expert_tensor == 1 for layout in layouts)
+    assert all(layout.sequence_parallel == (layout.tensor_parallel_size > 1) for layout in layouts)
+    assert {one.policy.megatron.recompute_modules for one in found} == {("core_attn",), ("moe",)}
+    sixteen = ("--actor.num_nodes", "2", "--vllm.num_engines", "16", "--megatron.expert_parallel_size", "16")
+    given = planner("Qwen/Qwen3-30B-A3B", True, *sixteen)
+    given = dataclasses.replace(given, config=with_options(given.config, {"train.dynamic_batch_enable": True}))
+    assert {one.policy.layout.expert_parallel_size for one in given.candidates(16)} == {16}
 
 
 def test_the_stage_with_the_head_gets_fewer_layers_where_that_is_faster():
