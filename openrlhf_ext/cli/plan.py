@@ -158,7 +158,8 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
 def _head(planner: Planner, gpus: int) -> Iterator[str]:
     work, shape = planner.work, planner.shape
     flops = work.forward(shape)
-    yield (f"{planner.config.actor.model_name_or_path}: {planner.parameters:,} parameters, on {gpus} "
+    active = f" ({planner.clock.active:,} of them for a token)" if shape.num_experts else ""
+    yield (f"{planner.config.actor.model_name_or_path}: {planner.parameters:,} parameters{active}, on {gpus} "
         f"{planner.gpu_name} of {planner.clock.gpu.memory / _GIB:.1f} GiB")  # fmt: skip
     token, product = work.length, 1e9 * work.length
     yield (f"FLOPs per token, sequences of {token} tokens: {flops.total / product:.1f} GFLOP forward (layers "
@@ -182,6 +183,8 @@ def _ranking(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterato
     own = [("now", *_row(planner.as_configured()))] if planner.config.gpus == gpus and planner.is_allowed else []
     yield from (f"  {line}" for line in aligned([header, *rows, *own]))
     head = planner.clock.head_layers(shown[0].policy)
+    if planner.shape.num_experts:
+        yield "  EP: ranks that the experts of a layer are dealt over;"
     yield ("  PP: stages, and the layers of the first, one between and the last where they differ: the last holds the "
         f"head,\n  which in the first of these rows takes as long as {head:.1f} layers; "
         "tokens: of a micro-batch on one GPU;\n  engines: number x GPUs of each; share: of a GPU for its engine "

@@ -91,6 +91,7 @@ def test_a_mixtures_plan_says_over_how_many_ranks_experts_are_dealt(tmp_path, ca
     said = capsys.readouterr().out
     (header,) = (line.split() for line in said.splitlines() if line.split()[:2] == ["TP", "PP"])
     assert header[:6] == ["TP", "PP", "VP", "CP", "EP", "DP"]
+    assert "30,532,122,624 parameters (3,353,032,704 of them for a token), on 16 H100" in said
     assert "products of experts reach 0.5 of that rate" in said and "selective: moe" in said
     assert yaml.safe_load(layout.read_text())["megatron"]["expert_parallel_size"] == 8
 

@@ -257,7 +257,7 @@ class Clock:
         return entries(self.shape)
 
     @cached_property
-    def _active(self) -> int:
+    def active(self) -> int:
         """Parameters that a token is multiplied by."""
         return self.parameters - self.shape.num_layers * self.shape.mlp.idle_weights
 
@@ -280,7 +280,7 @@ class Clock:
             return math.inf
         mine = math.ceil(self.work.samples / engines.count)
         prompts = math.ceil(mine / self.work.group) if engines.prefix_caching else mine
-        prefill = prompts * self.work.prompt_tokens * self._products(2 * self._active, engines.recipe)
+        prefill = prompts * self.work.prompt_tokens * self._products(2 * self.active, engines.recipe)
         full = mine * self.work.response_tokens / batch * self._decode(engines, batch)
         rest = max(1, int(batch * self.assumed.tail))
         tail = (self.work.longest - self.work.response_tokens) * self._decode(engines, rest)
@@ -295,7 +295,7 @@ class Clock:
             unread = (1 - shape.experts_per_token / shape.num_experts) ** batch
             read *= 1 - unread * shape.num_layers * shape.mlp.expert_weights / self.parameters
         weights = read / rate
-        products = batch * self._products(2 * self._active, engines.recipe) / tp
+        products = batch * self._products(2 * self.active, engines.recipe) / tp
         cache = batch * self._held * engines.kv_token_bytes / rate
         return max(weights, products) + cache + shape.num_layers * self.assumed.layer_us * 1e-6
 

@@ -222,13 +222,13 @@ def test_a_mixtures_tokens_travel_within_a_node_where_experts_do():
 
 def test_of_a_mixture_only_what_a_token_meets_is_computed():
     mixture, dense = (planner(f"Qwen/Qwen3-{name}", False).clock for name in ("30B-A3B", "32B"))
-    assert mixture._active == pytest.approx(3.35e9, rel=0.01) and mixture.parameters == 30_532_122_624
-    assert dense._active == dense.parameters
+    assert mixture.active == pytest.approx(3.35e9, rel=0.01) and mixture.parameters == 30_532_122_624
+    assert dense.active == dense.parameters
     engines = mixture.engines(planner("Qwen/Qwen3-30B-A3B", False).config)
     alone, many = (mixture._decode(engines, batch) - 48 * 30e-6 for batch in (1, 256))
     per_token = engines.kv_token_bytes * mixture._held
     read = (alone - per_token / (0.56 * 3350e9)) * 0.56 * 3350e9
-    assert read == pytest.approx(2 * mixture._active, rel=0.01)
+    assert read == pytest.approx(2 * mixture.active, rel=0.01)
     assert many - 256 * per_token / (0.56 * 3350e9) == pytest.approx(engines.weights / (0.56 * 3350e9), rel=0.01)
 
 
