@@ -19,6 +19,7 @@ LIBRARIES_READ = {
     "_communicate": "Megatron's schedules, of P2PCommunicator",
     "_postprocess": "Megatron's GPTModel.forward",
     "is_rank_0": "OpenRLHF's datasets, of the strategy",
+    "moe_layer_recompute": "Megatron's MoELayer.forward",
     "get_replay_topk": "Megatron's topk_routing_with_score_function, of a router's replay",
     "point": "Megatron's token dispatcher, of its copies to the host",
     "_maybe_dtoh_and_synchronize": "Megatron's token dispatcher, of itself",

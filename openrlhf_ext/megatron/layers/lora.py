@@ -36,6 +36,8 @@ class LoRALayers(LayerConverter):
         from openrlhf_ext.megatron.layers.adapted import adapted
 
         for path, owner in linears(layer):
+            if "experts" in path:  # no engine computes their adapters
+                continue
             name = path.rpartition(".")[2]
             setattr(owner, name, adapted(getattr(owner, name)))
 

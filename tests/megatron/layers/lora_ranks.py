@@ -24,6 +24,7 @@ from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.step.optimizer import gradient_squares
 from tests.megatron.parity import WeightedLogprob, deal, settings
 from tests.megatron.reference import TEMPERATURE
+from tests.models import unfused
 from tests.patience import PATIENCE_S
 from tests.sequences import plain_rows
 
@@ -46,7 +47,9 @@ def truth(folder: Path, adapter: Path, batch, weights_N, targets) -> dict:
     would have no gradient. The adapter that it began with is saved to ``adapter``."""
     torch.manual_seed(3)
     config = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=ALPHA, target_modules=targets, bias="none")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
+    # experts eager: the default, grouped_mm, does not take fp64
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    model = get_peft_model(base, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -67,7 +70,7 @@ def truth(folder: Path, adapter: Path, batch, weights_N, targets) -> dict:
         out["norms"].append(float(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)))
         optimizer.step()
     out["adapter"] = {name: p.detach().clone() for name, p in trained.items()}
-    out["merged"] = {name: p.detach() for name, p in model.merge_and_unload().named_parameters()}
+    out["merged"] = unfused({name: p.detach() for name, p in model.merge_and_unload().named_parameters()})
     return out
 
 
@@ -160,7 +163,7 @@ def _values(policy: MegatronPolicy, mine, shaped, case: dict, root: Path) -> dic
     if not case.get("distributed_optimizer") and "load" not in case:
         policy.accumulate_gradients(mine, shaped, shaped)
         out["grads"] = {n: t.clone() for n, t in policy.trained.exporter(lambda p: p.main_grad)}
-        squares, present = gradient_squares(policy.models, policy.settings.layout.copy(dist.get_rank()))
+        squares, present = gradient_squares(policy.models, policy.settings.layout, dist.get_rank())
         out["squares"] = float(squares.sum())
     out["steps"] = []
     for number in range(case.get("steps", 2)):

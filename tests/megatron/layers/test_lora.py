@@ -16,6 +16,7 @@ from tests.megatron.reference import make_batch
 from tests.models import make_tiny_model
 
 SOME = ["q_proj", "v_proj", "up_proj"]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]  # all that a mixture of experts has
 FULL = {"recompute": "full"}
 EXACT = 1e-5
 
@@ -35,6 +36,8 @@ CASES = {
         {"pp": 2, "vp": 2, "load": "checkpoint", "steps": 1}, {"tp": 2, "load": "distributed", "steps": 1},
         {"distributed_optimizer": True, "load": "checkpoint", "steps": 1},
         {"tp": 2, "sp": True, "load": "checkpoint", "steps": 1, "same": 13},
+        {"ep": 2, "targets": ATTENTION, "truth": "mixture"},
+        {"tp": 2, "sp": True, "ep": 2, "targets": ATTENTION, "truth": "mixture", "distributed_optimizer": True},
     ],
     4: [
         {"tp": 2, "pp": 2, "sp": True, "recompute": FULL}, {"tp": 2, "cp": 2, "sp": True},
@@ -65,11 +68,12 @@ def truths(root):
     make_tiny_model(root / "untied")
     make_tiny_model(root / "tied", tied=True)
     one_kv_model(root / "one_kv")
+    make_tiny_model(root / "mixture", "qwen3_moe")
     batch, weights_N = make_batch(61)
     made = {}
     for name, model, targets in [
         ("untied", "untied", "all-linear"), ("tied", "tied", "all-linear"), ("one_kv", "one_kv", "all-linear"),
-        ("some", "untied", SOME),
+        ("some", "untied", SOME), ("mixture", "mixture", ATTENTION),
     ]:  # fmt: skip
         made[name] = truth(root / model, root / f"{name}_adapter", batch, weights_N, targets) | {"model": root / model}
     return made
