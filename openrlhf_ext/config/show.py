@@ -272,8 +272,10 @@ def _span(column: Sequence[int]) -> str:
 
 
 def _degrees(layout: ParallelLayout) -> str:
+    shares = f"ep {layout.expert_parallel_size} x {layout.expert_copies} replicas"
+    experts = f", experts: {shares}" if layout.expert_parallel_size > 1 else ""
     return (f"{layout.world_size} ranks = tp {layout.tensor_parallel_size} x cp {layout.context_parallel_size} x pp "
-        f"{layout.pipeline_parallel_size} x dp {layout.data_parallel_size}")  # fmt: skip
+        f"{layout.pipeline_parallel_size} x dp {layout.data_parallel_size}{experts}")  # fmt: skip
 
 
 def _local_model(config: RunConfig) -> ModelShape | None:

@@ -30,6 +30,11 @@ MODEL = {
     "max_position_embeddings": 1024,
 }
 
+MIXTURE = {
+    **MODEL, "model_type": "qwen3_moe", "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}  # fmt: skip
+
 TOKENIZER = {
     "version": "1.0",
     "added_tokens": [

@@ -17,13 +17,9 @@ from openrlhf_ext.config import format_config, placement_table
 from openrlhf_ext.config.model_rules import _heads_divisible, divisible
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options.sections import Megatron
-from tests.config.conftest import MODEL, TOKENIZER
+from tests.config.conftest import MIXTURE, MODEL, TOKENIZER
 
 sizes = st.integers(1, 12)
-MIXTURE = {
-    **MODEL, "model_type": "qwen3_moe", "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from openrlhf_ext.config import RunConfig, load_config
 from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.options import value_of
+from tests.config.conftest import MIXTURE, MODEL
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs/recipes").glob("*.yaml"))
 STATED = yaml.safe_load((Path(__file__).parent / "stated.yaml").read_text())
@@ -29,13 +30,13 @@ VARIANTS = {  # what the recipes name in their comments and docs/papers.md in it
 @pytest.fixture
 def load_recipe(run_dir: Path):
     """Loads a recipe with a model, data and a reward given, and more words."""
-    config_json = run_dir / "model/config.json"
-    config_json.write_text(json.dumps(json.loads(config_json.read_text()) | {"max_position_embeddings": 1 << 17}))
     record = json.dumps({"question": "1+1", "answer": "#### 2"}) + "\n"
     (run_dir / "train.jsonl").write_text(record * 1024)
     yours = ["--actor.model_name_or_path", "model", "--data.prompt_dataset", "train.jsonl", "--reward.remote_url"]
 
     def load(recipe: Path, *words: str) -> RunConfig:
+        shape = MIXTURE if "expert_parallel_size" in recipe.read_text() else MODEL
+        (run_dir / "model/config.json").write_text(json.dumps(shape | {"max_position_embeddings": 1 << 17}))
         evaluated = ["--eval.dataset", "train.jsonl"] if "\neval." in recipe.read_text() else []
         return load_config(["--config", str(recipe), *yours, "reward.py", *evaluated, *words])
 
