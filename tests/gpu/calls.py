@@ -57,6 +57,7 @@ CHECKS = (
     Check("tests.gpu.size:adapters_of_7b", 2, 150, POLICY),
     Check("tests.gpu.layers:waits", 2, 90, POLICY),
     Check("tests.gpu.layers:parity", 2, 120, POLICY),
+    Check("tests.gpu.layers:mixture", 2, 90, POLICY),
     Check("tests.gpu.layers:training", 2, 90, POLICY),
     Check("tests.gpu.layers:optimizer", 2, 60, POLICY),
     Check("tests.gpu.layers:rope", 2, 60, POLICY),

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +49,36 @@ def parity(machine: Machine) -> dict:
             measured[f"head size {head_dim}"] = result
             attention[f"head size {head_dim}"] = attention_backend(())["transformer_engine"]
     return measured if not machine.on_gpu else measured | {"attention": attention}
+
+
+def mixture(machine: Machine) -> dict:
+    """Log-probs and all gradients of a mixture of experts, TransformerEngine's grouped linears against plain ones in
+    fp32, with given experts: routers' own choices differ by rounding."""
+    measured: dict[str, Any] = {}
+    with one_rank(machine) as policies:
+        dense = _model(machine, policies, 128)
+        model = policies.Mixture(*(getattr(dense, field.name) for field in fields(dense)))
+        batch, loss = _batch(machine, policies, model)
+        batch = batch.with_experts(_drawn_experts(model, batch.lengths_B.tolist()))
+        reference, together = _outcome(policies, model, "fp32", batch, loss, plain=True), int(batch.lengths_B.sum())
+        allowed = policies.EXACT
+        if machine.on_gpu:
+            plain = _outcome(policies, model, "bf16", batch, loss, plain=True)
+            measured["plain in bf16"] = policies.differences(plain, reference)
+            allowed = policies.as_good_as(measured["plain in bf16"])
+        again = {"recompute": "selective", "recompute_modules": ("moe",)}
+        for mode, recompute in {"none": {}, "moe": again, "full": {"recompute": "full"}}.items():
+            arguments = {"recompute": recompute, "max_tokens": together}
+            found = _outcome(policies, model, _dtype(machine), batch, loss, **arguments)
+            measured[mode] = policies.differences(found, reference)
+            policies.require(measured[mode], allowed, f"recompute {mode}")
+    return measured
+
+
+def _drawn_experts(model: Any, lengths: list[int]) -> list[np.ndarray]:
+    draws = np.random.default_rng(3).random((sum(lengths), model.num_hidden_layers, model.num_experts))
+    experts = draws.argsort(-1)[..., : model.num_experts_per_tok].astype(np.uint8)
+    return [rows[:-1] for rows in np.split(experts, np.cumsum(lengths)[:-1])]
 
 
 def adapters(machine: Machine) -> dict:

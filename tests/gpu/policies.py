@@ -32,11 +32,11 @@ from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
 from openrlhf_ext.options.sections import Actor, Adam, Megatron, Rollout
-from tests.gpu.shapes import Model, drawn
+from tests.gpu.shapes import Mixture, Model, drawn
 from tests.megatron.parity import WeightedLogprob, micro_batches
 
 __all__ = [
-    "Actor", "Adam", "Adapter", "Model", "ModelStates", "ParallelLayout", "WeightedLogprob", "initialize_distributed",
+    "Actor", "Adam", "Adapter", "Mixture", "Model", "ModelStates", "ParallelLayout", "WeightedLogprob", "initialize_distributed",
     "parallel_state",
 ]  # fmt: skip
 

@@ -36,6 +36,22 @@ class Model:
         return folder
 
 
+@dataclass(frozen=True)
+class Mixture(Model):
+    """A Qwen3 with experts."""
+
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 256
+
+    def write(self, folder: Path) -> Path:
+        """As that of ``Model``."""
+        file = super().write(folder) / "config.json"
+        more = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
+        file.write_text(json.dumps(json.loads(file.read_text()) | more))
+        return folder
+
+
 SEVEN_B = Model(28, 3584, 28, 4, 128, 18944, 152064)
 TINY = Model(2, 128, 4, 2, 32, 256, 512)
 _SHARD = 4 << 30

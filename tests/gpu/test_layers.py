@@ -23,6 +23,12 @@ def test_plain_layers_agree_with_themselves_in_every_mode():
         assert all(0 < found["gradient_relative"] < 1e-5 for found in modes.values()), "another order of addition"
 
 
+def test_mixtures_agree_with_themselves_in_every_mode():
+    measured = layers.mixture(CPU)
+    assert set(measured) == {"none", "moe", "full"}
+    assert all(0 < found["gradient_relative"] < 1e-5 for found in measured.values())
+
+
 def test_another_weight_a_nan_and_a_wrong_recompute_are_differences():
     with one_rank(CPU) as policies:
         model = policies.Model(2, 64, 4, 1, 16, 96, 61)
