@@ -76,9 +76,10 @@ def mixture(machine: Machine) -> dict:
 
 
 def _drawn_experts(model: Any, lengths: list[int]) -> list[np.ndarray]:
-    draws = np.random.default_rng(3).random((sum(lengths), model.num_hidden_layers, model.num_experts))
+    """By place: sequences with the same prompt share what is computed of it."""
+    draws = np.random.default_rng(3).random((max(lengths), model.num_hidden_layers, model.num_experts))
     experts = draws.argsort(-1)[..., : model.num_experts_per_tok].astype(np.uint8)
-    return [rows[:-1] for rows in np.split(experts, np.cumsum(lengths)[:-1])]
+    return [experts[: length - 1] for length in lengths]
 
 
 def adapters(machine: Machine) -> dict:

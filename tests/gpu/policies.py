@@ -36,7 +36,8 @@ from tests.gpu.shapes import Mixture, Model, drawn
 from tests.megatron.parity import WeightedLogprob, micro_batches
 
 __all__ = [
-    "Actor", "Adam", "Adapter", "Mixture", "Model", "ModelStates", "ParallelLayout", "WeightedLogprob", "initialize_distributed",
+    "Actor", "Adam", "Adapter", "Mixture", "Model", "ModelStates", "ParallelLayout", "WeightedLogprob",
+    "initialize_distributed",
     "parallel_state",
 ]  # fmt: skip
 
