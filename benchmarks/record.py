@@ -64,6 +64,10 @@ MEASURES: dict[str, tuple[str, ...]] = {
     ),
     "quickstart_cpu.json": (*_TOY, *(f"openrlhf_ext/{part}" for part in _STEP)),
     "real_model.json": ("configs/real_model.yaml", "examples/python/gym_task.py", "examples/python/reward_gsm8k.py"),
+    "replay_cpu.json": (
+        "openrlhf_ext/megatron/model/experts.py", "openrlhf_ext/megatron/step/batch.py",
+        "openrlhf_ext/rollout/scheduler.py", "patches/vllm_moe.py",
+    ),
     "report_cpu.json": ("openrlhf_ext/tools/report",),
     "scale_cpu.json": (
         "openrlhf_ext/driver/experience.py", "openrlhf_ext/driver/scoring.py", "openrlhf_ext/rollout/response.py",
