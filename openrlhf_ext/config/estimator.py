@@ -143,6 +143,8 @@ def _why_policy(config: RunConfig) -> str | None:
 
     if config.train.max_epochs > 1 or config.samples_per_rollout > config.train.batch_size:
         return "several updates per batch"
+    if config.train.routing_replay == "policy":
+        return "the experts of that pass are replayed"
     if config.train.drift_check:
         return "train.drift_check compares them with those after the step"
     if config.has_critic:

@@ -310,6 +310,7 @@ def old_logprob_violations(config: RunConfig) -> Iterator[Violation]:
          "a KL penalty in the reward is of the policy's log-probs"),
         (config.has_critic, "algo.advantage.estimator", estimator, "the policy is not trained in its first steps"),
         (config.train.drift_check, "train.drift_check", "true", "it compares the policy's log-probs"),
+        (config.train.routing_replay == "policy", "train.routing_replay", "policy", "it replays the policy's pass"),
     ]  # fmt: skip
     for wrong, name, value, why in needs:
         if wrong:

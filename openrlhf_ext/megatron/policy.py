@@ -192,11 +192,14 @@ class MegatronPolicy(MegatronModel):
     # ---- forward ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def logprobs(self, batch: SequenceBatch, temperature: float | None = None) -> LogprobEntropy:
-        """Log-probs and entropies of this data-parallel rank's sequences, returned on every rank of the replica."""
+    def logprobs(
+        self, batch: SequenceBatch, temperature: float | None = None, routed: list[SequenceBatch] | None = None
+    ) -> LogprobEntropy:
+        """Log-probs and entropies of this data-parallel rank's sequences, returned on every rank of the replica.
+        ``routed``: see ``Schedule.collect``."""
         temperature = self.settings.rollout.temperature if temperature is None else temperature
         return LogprobEntropy(
-            *self.schedule.collect(batch, lambda part, states: self._head(part, states, temperature), 2)
+            *self.schedule.collect(batch, lambda part, states: self._head(part, states, temperature), 2, routed)
         )
 
     def response_states(self, hidden_LH: Tensor, part: PackedBatch) -> Tensor:

@@ -140,7 +140,11 @@ class PolicyActor(TrainedActor):
         replica keeps the sequences: they are what the next ``fit`` is about."""
         self.reload_states("parameters")
         self.batch = self._with_experts(batch)
-        return [plain(values_N) for values_N in self.policy.logprobs(self.batch)]
+        routed: list[SequenceBatch] | None = [] if self.policy.settings.train.routing_replay == "policy" else None
+        values = self.policy.logprobs(self.batch, routed=routed)
+        for replayed in routed or ():
+            self.batch = replayed
+        return [plain(values_N) for values_N in values]
 
     def _with_experts(self, batch: SequenceBatch) -> SequenceBatch:
         """The batch with the experts that its references say. Raises ValueError: they are of another model."""

@@ -66,7 +66,7 @@ def settings(case: dict, world_size: int, **optimizer) -> ModelSettings:
     dtype, temperature, recompute (fields of ``Megatron``), head, distributed_optimizer, overlap (fields of
     ``Megatron``);
     micro_batch_size or max_tokens (of training), forward_max_tokens; lopsided (one data-parallel rank gets all
-    sequences, see ``deal``); piece_unit (of packs).
+    sequences, see ``deal``); piece_unit (of packs); record (experts of the forward pass, for training).
     """
     tokens = case.get("max_tokens")
     return ModelSettings(
@@ -124,8 +124,11 @@ def deal(case: dict, batch: SequenceBatch, attention_length: float) -> list[int]
 def run_case(policy: MegatronPolicy, batch: SequenceBatch, weights_N: torch.Tensor, case: dict) -> dict:
     rows = deal(case, batch, policy.shape.attention_length)
     mine, shaped = batch.select(rows), WeightedLogprob(weights_N, batch.responses).select(rows)
-    out = policy.logprobs(mine)
+    routed: list[SequenceBatch] | None = [] if case.get("record") else None
+    out = policy.logprobs(mine, routed=routed)
     result = {"rows": rows, "logprobs": out.logprobs_N, "entropies": out.entropies_N}
+    for mine in routed or ():
+        result["experts"] = mine.experts_MYK
     plans = [policy.schedule.plan(mine, forward_only=forward_only) for forward_only in (True, False)]
     result["micro_batches"] = [[mine.lengths_B[rows].tolist() for rows in plan] for plan in plans]
     if not case.get("distributed_optimizer", False):

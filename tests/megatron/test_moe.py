@@ -94,15 +94,18 @@ LAYOUTS = {
     1: [
         {}, {"replay": True}, {"replay": True, "recompute": {"share_prompts_enable": False}},
         {"family": "qwen2_moe", "replay": True, "recompute": RE_MOE}, {"replay": True, "recompute": FULL},
+        {"record": True},
     ],
     2: [
         {}, {"ep": 2}, {"ep": 2, "lopsided": True, "distributed_optimizer": True}, {**TP2, "etp": 2},
         {**TP2, "ep": 2, "replay": True}, {"cp": 2, "ep": 2, "replay": True}, {"cp": 2},
         {"pp": 2, "replay": True, "recompute": FULL}, {"pp": 2, "replay": True, "recompute": RE_MOE},
-        {"pp": 2, "ends": (1, None)}, {"family": "qwen2_moe", **TP2, "ep": 2}, {"family": "qwen2_moe", **TP2},
+        {"pp": 2, "ends": (1, None), "record": True},
+        {"family": "qwen2_moe", **TP2, "ep": 2}, {"family": "qwen2_moe", **TP2},
     ],
     4: [
-        {"ep": 2}, {"ep": 4, **TP2, "distributed_optimizer": True}, {"ep": 2, "distributed_optimizer": True},
+        {"ep": 2}, {"ep": 4, **TP2, "record": True}, {"cp": 2, **TP2, "record": True, "ep": 2},
+        {"ep": 4, **TP2, "distributed_optimizer": True}, {"ep": 2, "distributed_optimizer": True},
         {"ep": 2, "etp": 2, **TP2, "replay": True}, {"ep": 2, "pp": 2, "replay": True},
         {"ep": 2, "pp": 2, "vp": 2, "replay": True, "recompute": FULL},
         {**TP2, "ep": 2, "pp": 2, "replay": True, "recompute": RE_MOE}, {"cp": 2, **TP2, "ep": 4, "replay": True},
@@ -126,6 +129,15 @@ def expected_metrics(expected: dict, batch) -> dict[str, float]:
         "moe/idle_experts": (counts == 0).sum(1).double().mean().item(),
         "moe/router_entropy": (entropies / len(batch.tokens_M)).mean().item(),
     }
+
+
+def check_recorded(experts_MYK: torch.Tensor, rows: list[int], chosen: list) -> None:
+    """Those of the rank's stage, whatever their order, are transformers'; ``chosen``: of every row and layer."""
+    seen = experts_MYK.flatten(2).sum((0, 2)) > 0
+    assert seen.any()
+    for layer in seen.nonzero().flatten().tolist():
+        theirs = torch.cat([chosen[row * LAYERS + layer][1] for row in rows])
+        assert torch.equal(experts_MYK[:, layer].long().sort(-1).values, theirs.sort(-1).values)
 
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
@@ -155,7 +167,10 @@ def test_equals_transformers(checkpoints, world_size):
             groups = sum(value**2 for name, value in step.items() if name.startswith("grad_norm/")) ** 0.5
             assert groups == pytest.approx(step["grad_norm"], rel=2e-6), case
             assert {"grad_norm/router", "grad_norm/experts"} <= step.keys()
-            assert ("moe/replay_changed" in step) == replay, case
+            assert ("moe/replay_changed" in step) == (replay or case.get("record", False)), case
+            if case.get("record"):
+                assert step["moe/replay_changed"] == 0.0
+                check_recorded(got["experts"], got["rows"], expected["chosen"])
             if rank:
                 continue
             for name, grad in got.get("grads", {}).items():
@@ -164,5 +179,5 @@ def test_equals_transformers(checkpoints, world_size):
             if case.get("recompute", {}).get("share_prompts_enable", True) and case.get("cp", 1) == 1:
                 continue  # a prompt counts once for all of its sequences
             if not replay:
-                found = {name: step[name] for name in step if name.startswith("moe/")}
-                assert found == pytest.approx(expected_metrics(expected, batch), rel=1e-5), case
+                wanted = expected_metrics(expected, batch)
+                assert {name: step[name] for name in wanted} == pytest.approx(wanted, rel=1e-5), case

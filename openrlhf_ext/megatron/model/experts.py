@@ -15,8 +15,11 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -31,7 +34,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from openrlhf_ext.megatron.step.batch import Routing
+from openrlhf_ext.megatron.step.batch import PackedBatch, Routing, SequenceBatch
 
 _SUMS = ("entropy", "tokens", "given", "changed")
 
@@ -42,6 +45,7 @@ class _Choice:
     through which its gradient flows."""
 
     def __init__(self) -> None:
+        self.taken_LK: Tensor | None = None
         self.given: tuple[Tensor, Tensor] | None = None  # (L, K) experts, and (L,) of which tokens they are
         self.changed_L: Tensor | None = None
 
@@ -50,12 +54,13 @@ class _Choice:
     ) -> tuple[Tensor, Tensor]:
         self.changed_L = None
         if self.given is None:
-            return compute_topk(scores_LE, topk, num_groups=num_groups, group_topk=group_topk)
+            scores_LK, self.taken_LK = compute_topk(scores_LE, topk, num_groups=num_groups, group_topk=group_topk)
+            return scores_LK, self.taken_LK
         own_LK = scores_LE.detach().topk(topk, -1).indices
         experts_LK, told_L = self.given
-        taken_LK = torch.where(told_L[:, None], experts_LK, own_LK)
-        self.changed_L = (own_LK.sort(-1).values != taken_LK.sort(-1).values).any(-1)
-        return scores_LE.gather(1, taken_LK), taken_LK
+        self.taken_LK = torch.where(told_L[:, None], experts_LK, own_LK)
+        self.changed_L = (own_LK.sort(-1).values != self.taken_LK.sort(-1).values).any(-1)
+        return scores_LE.gather(1, self.taken_LK), self.taken_LK
 
 
 class Router(TopKRouter):
@@ -87,6 +92,13 @@ class Router(TopKRouter):
         others = torch.stack([counted @ entropy_L.double(), tokens, given, changed])
         sums = torch.cat([counted @ chosen_LE.double(), others])
         self._sums = sums if self._sums is None else self._sums + sums
+
+    @property
+    def taken_LK(self) -> Tensor:
+        """Experts of the last call."""
+        taken_LK = self.router_replay.taken_LK
+        assert taken_LK is not None, "it was called"
+        return taken_LK
 
     def take_sums(self) -> Tensor | None:
         sums, self._sums = self._sums, None
@@ -203,6 +215,39 @@ def _is_worth_telling(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger(TransformerLayer.__module__).addFilter(_is_worth_telling)
+
+
+# ---- experts that were taken ----------------------------------------------------------------------------------------
+
+
+class TakenExperts:
+    """The experts that routers take in a forward pass over a batch, micro-batch by micro-batch in the order of a plan;
+    of the layers of this rank's stage."""
+
+    def __init__(
+        self, batch: SequenceBatch, order: Sequence[int], config: TransformerConfig, device: torch.device
+    ) -> None:
+        self._batch, self._order, self._planned = batch, order, batch.sequences.select(order)
+        kind = torch.uint8 if (config.num_moe_experts or 0) <= 256 else torch.int16
+        shape = self._planned.tokens, config.num_layers, config.moe_router_topk
+        self._table_MYK = torch.zeros(shape, dtype=kind, device=device)
+
+    def keep(self, part: PackedBatch, chunk: Any) -> None:
+        """What a model chunk has just taken for a pack."""
+        assert part.routing is not None, "of a mixture"
+        first = int(self._planned.bounds[part.rows.start])
+        here = part.routing.seen_M >= 0
+        rows = self._table_MYK[first : first + len(here)]
+        for layer in chunk.decoder.layers:
+            rows[here, layer.layer_number - 1] = layer.mlp.router.taken_LK[part.routing.seen_M[here]].to(rows.dtype)
+
+    def of_batch(self) -> SequenceBatch:
+        """The batch with these experts. A collective of the ranks that share its sequences."""
+        table = self._table_MYK.to(torch.int32)  # of what a rank has not seen there are zeros
+        dist.all_reduce(table, group=parallel_state.get_tensor_and_context_parallel_group())
+        inverse = np.argsort(self._order).tolist()
+        experts_MYK = self._planned.take(table.to(self._table_MYK.dtype).cpu(), inverse)
+        return dataclasses.replace(self._batch, experts_MYK=experts_MYK, told_B=self._batch.lengths_B.clone())
 
 
 # ---- metrics --------------------------------------------------------------------------------------------------------

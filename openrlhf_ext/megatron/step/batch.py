@@ -219,14 +219,16 @@ class SharedPrompts:
 class Routing(NamedTuple):
     """What the routers of a mixture of experts are told of the tokens that this rank computes (of its piece of them
     under sequence parallelism): which count in metrics, and, if they are given, the experts of those. For all others,
-    padding and last tokens among them, routers choose."""
+    padding and last tokens among them, routers choose. ``seen_M``: which of the tokens that this rank computes each
+    token of the micro-batch is, -1: none."""
 
     counted_L: Tensor  # bool
     experts_LYK: Tensor | None  # uint8 or int16
+    seen_M: Tensor  # int64
 
     def to(self, device: torch.device) -> Routing:
-        experts = self.experts_LYK
-        return Routing(_moved(self.counted_L, device), None if experts is None else _moved(experts, device))
+        experts = None if self.experts_LYK is None else _moved(self.experts_LYK, device)
+        return Routing(_moved(self.counted_L, device), experts, _moved(self.seen_M, device))
 
 
 @dataclass(frozen=True)
@@ -344,21 +346,32 @@ def pack(
         slots=slots,
         piece_counts=tuple(torch.bincount(pieces, minlength=shape.pieces).tolist()),
         shared=shared,
-        routing=_routing(batch, starts_B, mine_L.chunk(shape.pieces)[piece]) if shape.is_mixture else None,
+        routing=_routing(batch, starts_B, mine_L, shape.pieces, piece, shared) if shape.is_mixture else None,
     )
 
 
-def _routing(batch: SequenceBatch, starts_B: Tensor, mine_L: Tensor) -> Routing:
-    """Of the tokens at these places of the whole pack. Of a shared prompt they are those of its first row."""
-    places_M = batch.sequences.block(slice(None)).positions(starts_B)
+def _routing(
+    batch: SequenceBatch, starts_B: Tensor, mine_L: Tensor, pieces: int, piece: int, shared: SharedPrompts | None
+) -> Routing:
+    """Of a piece of the tokens at these places of the whole pack. Of a shared prompt experts are those of its first
+    row."""
+    places_M, each = batch.sequences.block(slice(None)).positions(starts_B), len(mine_L) // pieces
+    own_L = mine_L[piece * each : (piece + 1) * each]
+    last = max(int(mine_L.max()), int(places_M.max()))
+    if shared is None:
+        number_P = torch.full((last + 1,), -1).scatter_(0, mine_L, torch.arange(len(mine_L)))
+    else:
+        number_P = shared.computed_P
+    seen_M = number_P[places_M] - piece * each
+    seen_M[(seen_M < 0) | (seen_M >= each)] = -1
     if batch.experts_MYK is None or batch.told_B is None:
-        return Routing(torch.isin(mine_L, places_M) & (batch.responses.tokens > 0), None)
+        return Routing(torch.isin(own_L, places_M) & (batch.responses.tokens > 0), None, seen_M)
     place_M = torch.cat([torch.arange(length) for length in batch.lengths_B.tolist()])
     told_M = place_M < batch.told_B.repeat_interleave(batch.lengths_B)
-    source_P = torch.full((max(int(mine_L.max()), int(places_M.max())) + 1,), -1)
+    source_P = torch.full((last + 1,), -1)
     source_P[places_M[told_M]] = told_M.nonzero().squeeze(1)
-    source_L = source_P[mine_L]
-    return Routing(source_L >= 0, batch.experts_MYK[source_L.clamp(min=0)])
+    source_L = source_P[own_L]
+    return Routing(source_L >= 0, batch.experts_MYK[source_L.clamp(min=0)], seen_M)
 
 
 def share_prompts(batch: SequenceBatch, ends: Sequence[int], repeated: Sequence[int]) -> SharedPrompts:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from openrlhf_ext.megatron.built import BuiltModel
 from openrlhf_ext.megatron.model.build import packed_sequences
+from openrlhf_ext.megatron.model.experts import TakenExperts
 from openrlhf_ext.megatron.model.spec import sum_ranks
 from openrlhf_ext.megatron.settings import row_costs
 from openrlhf_ext.megatron.step.batch import (
@@ -229,6 +230,7 @@ class Schedule:
         *,
         forward_only: bool,
         training: bool | None = None,
+        taken: TakenExperts | None = None,
     ) -> list[dict[str, Tensor]]:
         """One pipeline schedule over all micro-batches: forward, and unless ``forward_only`` backward too. Returns the
         metrics of each micro-batch on the last stage, nothing elsewhere.
@@ -237,7 +239,8 @@ class Schedule:
         last stage for every micro-batch that has response tokens, with its pack (on this rank's device) and the hidden
         states that predict its response tokens on this rank, of which a context-parallel rank may have none
         (``part.places_N``). It should read nothing back from the device: the host queues the next micro-batch
-        meanwhile. ``training``: whether modules are in training mode; None: unless ``forward_only``.
+        meanwhile. ``training``: whether modules are in training mode; None: unless ``forward_only``. ``taken`` gets the
+        experts of a mixture.
         """
 
         numbers = itertools.count(1)  # each model chunk of this stage counts its own
@@ -245,7 +248,10 @@ class Schedule:
         def step(parts: Iterator[PackedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
             part = next(parts)
             progress(f"micro-batch {next(numbers)} of {len(plan) * len(self._model.models)}")
-            return self._hidden_states(model, part), partial(self._finish, loss, part)
+            hidden = self._hidden_states(model, part)
+            if taken is not None and part.rows.start < part.rows.stop:
+                taken.keep(part, self._model.chunks[self._model.models.index(model)])
+            return hidden, partial(self._finish, loss, part)
 
         if forward_only:
             self._model.gather_parameters()
@@ -328,18 +334,26 @@ class Schedule:
                 model.train(True)
 
     def collect(
-        self, batch: SequenceBatch, values: Callable[[PackedBatch, Tensor], Sequence[Tensor]], count: int
+        self,
+        batch: SequenceBatch,
+        values: Callable[[PackedBatch, Tensor], Sequence[Tensor]],
+        count: int,
+        routed: list[SequenceBatch] | None = None,
     ) -> list[Tensor]:
         """(N,) fp32 values of this data-parallel rank's response tokens, on every rank of its replica; ``values`` gives
-        the ``count`` values of those that a rank predicts, from the pack and what ``response_states`` gives."""
+        the ``count`` values of those that a rank predicts, from the pack and what ``response_states`` gives.
+        ``routed`` gets the batch with the experts that a mixture's routers took."""
         plan = self.plan(batch, forward_only=True)
         kept = TokenValues(batch, plan, count, self.device)
+        taken = None if routed is None else TakenExperts(batch, planned_rows(plan), self.config, self.device)
 
         def keep(part: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor, dict]:
             kept.keep(part, values(part, states))
             return states.new_zeros(()), one(self.device), {}
 
-        self.run(batch, plan, keep, forward_only=True)
+        self.run(batch, plan, keep, forward_only=True, taken=taken)
+        if routed is not None and taken is not None:
+            routed.append(taken.of_batch())
         return kept.in_order()
 
     def sum_metrics(

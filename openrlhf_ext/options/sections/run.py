@@ -57,9 +57,10 @@ class Train(Section):
     partial_rollout_enable: bool = option(False,
         "with train.async_enable: replace the engines' weights in the middle of rollouts, which then go on, as "
         "train.max_staleness alone does; without it a weight sync waits for the groups in flight")
-    routing_replay: Literal["off", "rollout"] = added("off",
-        "of a mixture of experts: rollout = log-probs and training take the experts that the engine's routers took for "
-        "each token, weighted by the current router (docs/algorithms.md); off = those that the policy's routers choose")
+    routing_replay: Literal["off", "rollout", "policy"] = added("off",
+        "of a mixture of experts: rollout = old log-probs and training take the experts that the engine's routers took "
+        "for each token, weighted by the current router; policy = training takes those of the pass of old log-probs; "
+        "off = the policy's routers choose in every pass (docs/algorithms.md)")
     enable_ema: bool = option(False,
         "keep a moving average of the policy's weights (fp32, in host memory: 4 bytes for each parameter of a rank); "
         "checkpoints in Hugging Face form are of it, the engines sample from the policy")
