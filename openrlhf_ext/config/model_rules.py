@@ -258,6 +258,12 @@ def _dense_rules(config: RunConfig | SupervisedConfig, option: str) -> Iterator[
         if (size := getattr(config.megatron, field)) not in (None, 1):
             yield Violation((option, f"megatron.{field}"),
                 f"megatron.{field} is of mixtures of experts, the model of {option} is dense: got {size}; leave it out")
+    trained = config.actor if isinstance(config, RunConfig) else config.model
+    if trained.aux_loss_coef:
+        name = f"{option.partition('.')[0]}.aux_loss_coef"
+        yield Violation((option, name),
+            f"{name} is of mixtures of experts, the model of {option} is dense: got {trained.aux_loss_coef:g}; leave "
+            "it out")
     if isinstance(config, RunConfig) and config.train.routing_replay != "off":
         yield Violation((option, "train.routing_replay"),
             f"train.routing_replay is of mixtures of experts, the model of {option} is dense: got "

@@ -75,6 +75,7 @@ def policy_settings(config: RunConfig, steps: int) -> ModelSettings:
         actor,
         optimizer_updates(config, steps - frozen_steps(config)),
         {model.name: model.path for model in frozen_models(config) if not model.ranks},
+        aux_loss_coef=actor.aux_loss_coef,
     )
 
 
@@ -125,8 +126,9 @@ def _of_values(config: RunConfig, policy: ModelSettings) -> ModelSettings:
     """The policy's with a value head in the place of what only a policy has."""
     head, normalize = config.ds.value_head_prefix, config.reward.normalize_enable
     return dataclasses.replace(
-        policy, converters=(), optimizer=None, host_copies={}, value_head=head, normalize_values=normalize
-    )
+        policy, converters=(), optimizer=None, host_copies={}, aux_loss_coef=0.0, value_head=head,
+        normalize_values=normalize,
+    )  # fmt: skip
 
 
 def frozen_steps(config: RunConfig) -> int:

@@ -270,7 +270,7 @@ class MegatronPolicy(MegatronModel):
         sums = [*gradient_squares(self.models, self.settings.layout, dist.get_rank()), *self._take_routing()]
         metrics, (squares, present, *routing) = self.schedule.sum_metrics(losses, sums)
         for each in routing:
-            metrics |= routing_metrics(each, self.shape.num_experts)
+            metrics |= routing_metrics(each, self.shape.num_experts, self.settings.aux_loss_coef)
         return {"loss/policy": 0.0} | metrics | gradient_norms(squares, present)
 
     def _take_routing(self) -> list[Tensor]:

@@ -34,6 +34,7 @@ class ModelSettings:
     updates: int = 1  # optimizer steps of the whole run
     host_copies: Mapping[str, str] = field(default_factory=dict)  # folders of frozen models of the same shape
     value_head: str = "score"  # of critic and reward model: HF name; ``value_head_prefix`` of its config.json wins
+    aux_loss_coef: float = 0.0  # of the loss that balances the load of experts (``experts.balance_loss``)
     normalize_values: bool = False  # values minus mean, by std, of the checkpoint's config.json
 
     def tokens_per_micro_batch(self, forward_only: bool) -> int | None:

@@ -97,6 +97,9 @@ METRICS = (
     Metric("grad_norm/norms", "norm", "the same of all norm weights"),
     Metric("grad_norm/head", "norm",
         "the same of the vocabulary projection; missing where it is tied to the embedding"),
+    Metric("loss/balance", "loss",
+        "with `actor.aux_loss_coef`: the loss that balances the load of experts, without its weight; 1 where it is "
+        "even"),
     Metric("moe/load_max", "ratio",
         "tokens of a layer's fullest expert over those of its mean expert, mean over the layers and mini-batches"),
     Metric("moe/idle_experts", "count",

@@ -77,6 +77,9 @@ EP2 = ("--megatron.expert_parallel_size", "2")
     [
         ("qwen2", EP2, "megatron.expert_parallel_size is of mixtures of experts"),
         ("qwen2", ("--megatron.recompute", "selective", "--megatron.recompute_modules", "moe"), "use mlp"),
+        ("qwen2", ("--actor.aux_loss_coef", "0.1"), "actor.aux_loss_coef is of mixtures of experts"),
+        ("qwen2", ("--train.routing_replay", "policy"), "train.routing_replay is of mixtures of experts"),
+        ("qwen3_moe", ("--train.routing_replay", "policy", "--actor.aux_loss_coef", "0.1"), ""),
         ("qwen3_moe", ("--megatron.recompute", "selective", "--megatron.recompute_modules", "mlp"), "use moe"),
         ("qwen3_moe", ("--fp8.rollout_enable",), "fp8.rollout_enable is not built for mixtures of experts"),
         ("qwen3_moe", ("--vllm.tensor_parallel_size", "4", "--actor.num_gpus_per_node", "4"), ""),

@@ -154,6 +154,7 @@ def test_where_old_log_probs_come_from(task):
         ((*grpo, "--train.max_epochs", "2"), "several updates per batch"),
         ((*grpo, "--rollout.batch_size", "4"), "several updates per batch"),
         ((*grpo, "--train.drift_check"), "train.drift_check compares"),
+        ((*grpo, "--train.routing_replay", "policy"), "the experts of that pass are replayed"),
         ((*grpo, "--algo.advantage.is_correction_level", "seq"), "the importance correction is of whole completions"),
         ((*one_update, "--algo.advantage.estimator", "gtpo_entropy"), "gtpo_entropy shapes by entropies"),
         ((*one_update, "--algo.advantage.estimator", "kl_cov"), "kl_cov reads old log-probs before the update"),
@@ -172,6 +173,7 @@ def test_what_log_probs_of_the_engines_cannot_be(task):
         (("grpo", "--algo.kl.init_coef", "0.1"), "a KL penalty in the reward is of the policy's log-probs"),
         (("clip_cov",), "clip_cov: it chooses tokens by the policy's log-probs"),
         (("grpo", "--train.drift_check"), "train.drift_check true: it compares the policy's log-probs"),
+        (("grpo", "--train.routing_replay", "policy"), "train.routing_replay policy: it replays the policy's pass"),
         (
             ("grpo", "--algo.advantage.is_correction_level", "token"),
             "is_correction_level token: ratios are to the engines' log-probs already",

@@ -66,7 +66,8 @@ def settings(case: dict, world_size: int, **optimizer) -> ModelSettings:
     dtype, temperature, recompute (fields of ``Megatron``), head, distributed_optimizer, overlap (fields of
     ``Megatron``);
     micro_batch_size or max_tokens (of training), forward_max_tokens; lopsided (one data-parallel rank gets all
-    sequences, see ``deal``); piece_unit (of packs); record (experts of the forward pass, for training).
+    sequences, see ``deal``); piece_unit (of packs); record (experts of the forward pass, for training); aux (weight
+    of the loss that balances experts).
     """
     tokens = case.get("max_tokens")
     return ModelSettings(
@@ -83,6 +84,7 @@ def settings(case: dict, world_size: int, **optimizer) -> ModelSettings:
         micro_batches(case.get("micro_batch_size", 2), tokens),
         (PieceUnit(case.get("piece_unit", 1)),),
         optimizer=Actor(adam=Adam(lr=1e-2, eps=1e-3), lr_scheduler="constant", **optimizer),
+        aux_loss_coef=case.get("aux", 0.0),
         updates=4,
     )  # fmt: skip
 

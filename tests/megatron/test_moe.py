@@ -41,18 +41,26 @@ def make_batch():
     return batch.with_experts([row.numpy()[:-1] for row in rows]), weights_N
 
 
-def truth(model, batch, weights_N) -> dict:
+AUX = 0.5
+
+
+def truth(model, batch, weights_N, aux: float = 0.0) -> dict:
     """Of transformers in fp64: log-probs, entropies and gradients of -sum(weights * log-probs), one sequence at a time,
-    and what its routers chose. Experts are the batch's if it has some."""
+    and what its routers chose. Experts are the batch's if it has some. ``aux``: weight of DeepSeek-V3's balance loss,
+    each sequence's times its tokens, as a mean over all tokens and layers."""
     model = copy.deepcopy(model).double()
     model.set_experts_implementation("eager")  # the default, grouped_mm, does not take fp64
-    given, chosen = [], []
+    given, chosen, balances = [], [], []
 
     def routed(layer, router, hidden):
         logits = F.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
         probs = logits.softmax(-1)
-        index = given[0][:, layer].long() if given else probs.topk(EXPERTS_PER_TOKEN, -1).indices
+        index = probs.topk(EXPERTS_PER_TOKEN, -1).indices
+        if given:  # of all tokens but the last
+            index = torch.cat([given[0][:-1, layer].long(), index[-1:]])
         chosen.append((layer, index, torch.special.entr(probs).sum(-1).detach()))
+        of_choices = torch.bincount(index.flatten(), minlength=EXPERTS) / index.numel()
+        balances.append(len(probs) * EXPERTS * (of_choices * probs.mean(0)).sum() / len(batch.tokens_M) / LAYERS)
         weights = probs.gather(1, index)
         return logits, weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights, index
 
@@ -66,10 +74,11 @@ def truth(model, batch, weights_N) -> dict:
         log_p = (model(tokens[None]).logits[0] / TEMPERATURE).log_softmax(-1)
         by_row.append((log_p[positions, tokens[positions + 1]], -(log_p.exp() * log_p).sum(-1)[positions]))
     logprobs, entropies = (torch.cat(values) for values in zip(*by_row, strict=True))
-    loss = -(logprobs * weights_N).sum()
-    loss.backward()
+    loss, balance = -(logprobs * weights_N).sum(), sum(balances)
+    (loss + aux * balance).backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     return {
+        "balance": balance.item(),
         "logprobs": logprobs.detach(), "entropies": entropies.detach(), "loss": loss.item(), "grads": unfused(grads),
         "grad_norm": torch.stack([g.norm() for g in grads.values()]).norm().item(), "chosen": chosen,
     }  # fmt: skip
@@ -77,14 +86,18 @@ def truth(model, batch, weights_N) -> dict:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Family -> (path, truth with own experts, truth with given ones)."""
+    """Family -> its path, and (whether experts are given, weight of the balance loss) -> the truth."""
     batch, weights_N = make_batch()
     own = dataclasses.replace(batch, experts_MYK=None, told_B=None)
     made = {}
     for family in ("qwen3_moe", "qwen2_moe"):
         path = tmp_path_factory.mktemp(family)
         model = make_tiny_model(path, family)
-        made[family] = (str(path), truth(model, own, weights_N), truth(model, batch, weights_N))
+        truths = {
+            (replay, aux): truth(model, batch if replay else own, weights_N, aux)
+            for replay in (False, True) for aux in (0.0, AUX)
+        }  # fmt: skip
+        made[family] = str(path), truths
     return made
 
 
@@ -94,7 +107,7 @@ LAYOUTS = {
     1: [
         {}, {"replay": True}, {"replay": True, "recompute": {"share_prompts_enable": False}},
         {"family": "qwen2_moe", "replay": True, "recompute": RE_MOE}, {"replay": True, "recompute": FULL},
-        {"record": True},
+        {"record": True}, {"aux": AUX}, {"aux": AUX, "family": "qwen2_moe", "replay": True},
     ],
     2: [
         {}, {"ep": 2}, {"ep": 2, "lopsided": True, "distributed_optimizer": True}, {**TP2, "etp": 2},
@@ -102,6 +115,8 @@ LAYOUTS = {
         {"pp": 2, "replay": True, "recompute": FULL}, {"pp": 2, "replay": True, "recompute": RE_MOE},
         {"pp": 2, "ends": (1, None), "record": True},
         {"family": "qwen2_moe", **TP2, "ep": 2}, {"family": "qwen2_moe", **TP2},
+        {**TP2, "ep": 2, "aux": AUX}, {"cp": 2, "ep": 2, "aux": AUX, "recompute": RE_MOE}, {"ep": 2, "aux": AUX},
+        {"pp": 2, "aux": AUX, "recompute": FULL, "replay": True}, {"lopsided": True, "aux": AUX},
     ],
     4: [
         {"ep": 2}, {"ep": 4, **TP2, "record": True}, {"cp": 2, **TP2, "record": True, "ep": 2},
@@ -156,7 +171,7 @@ def test_equals_transformers(checkpoints, world_size):
     }  # fmt: skip
     for case in todo:
         replay = case.get("replay", False)
-        expected = checkpoints[case["family"]][1 + replay]
+        expected = checkpoints[case["family"]][1][replay, case.get("aux", 0.0)]
         for rank, results in enumerate(ranks[replay]):
             got = results.pop(0)
             logprobs, entropies = (batch.responses.take(expected[k], got["rows"]) for k in ("logprobs", "entropies"))
@@ -168,6 +183,8 @@ def test_equals_transformers(checkpoints, world_size):
             assert groups == pytest.approx(step["grad_norm"], rel=2e-6), case
             assert {"grad_norm/router", "grad_norm/experts"} <= step.keys()
             assert ("moe/replay_changed" in step) == (replay or case.get("record", False)), case
+            if "aux" in case:
+                assert step["loss/balance"] == pytest.approx(expected["balance"], rel=1e-5), case
             if case.get("record"):
                 assert step["moe/replay_changed"] == 0.0
                 check_recorded(got["experts"], got["rows"], expected["chosen"])

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from openrlhf_ext.megatron.step.batch import PackedBatch, Routing, SequenceBatch
 
-_SUMS = ("entropy", "tokens", "given", "changed")
+_SUMS = ("entropy", "tokens", "given", "changed", "balance")
 
 
 class _Choice:
@@ -63,6 +63,39 @@ class _Choice:
         return scores_LE.gather(1, self.taken_LK), self.taken_LK
 
 
+class _WithLoss(torch.autograd.Function):
+    """A tensor as it is, with which a loss is differentiated. (Megatron's own expects a division by the number of
+    tokens that the shares of a loss here already carry.)"""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
+        ctx.like = loss
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.ones_like(ctx.like)
+
+
+def balance_loss(logits_LE: Tensor, chosen_LE: Tensor, told: Routing, topk: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's share of the loss that balances a layer's load, 1 times its weight for tokens that are spread evenly.
+
+    DeepSeek-V3 (arXiv 2412.19437), eq. 17 to 20: of a sequence of T tokens the sum over experts of the part of its
+    choices that fell on the expert, times the mean of its routers' probabilities for it, times the number of experts.
+    Sequences are weighted by their tokens, so that it is a mean over the tokens of the mini-batch, the same in every
+    layout. ``group``: the ranks that share the sequences.
+    """
+    assert told.weight_B is not None, "there is such a loss"
+    experts = logits_LE.shape[-1]
+    counts_BE = logits_LE.new_zeros(len(told.weight_B), experts, dtype=torch.float64)
+    counts_BE.index_add_(0, told.row_H, chosen_LE[told.seen_H].double())
+    dist.all_reduce(counts_BE, group=group)
+    weights_BE = counts_BE * told.weight_B[:, None] * (experts / topk)
+    weights_LE = torch.zeros_like(logits_LE, dtype=torch.float64)
+    weights_LE.index_add_(0, told.seen_H, weights_BE[told.row_H])
+    return (weights_LE.float() * logits_LE.softmax(-1, torch.float32)).sum()
+
+
 class Router(TopKRouter):
     """Chooses experts, or takes those that it is told, and adds up what metrics are made of."""
 
@@ -80,16 +113,22 @@ class Router(TopKRouter):
         probs_LE, chosen_LE = super().routing(logits, padding_mask)
         # once for every pass that trains: where activations are recomputed, the first time is without gradients
         if told is not None and self.training and torch.is_grad_enabled():
-            self._count(logits.detach().flatten(0, -2), chosen_LE, told.counted_L, choice.changed_L)
+            logits_LE, balance = logits.flatten(0, -2), logits.new_zeros(())
+            if told.weight_B is not None:
+                balance = balance_loss(logits_LE, chosen_LE, told, self.topk, self.tp_cp_group)
+                probs_LE = _WithLoss.apply(probs_LE, balance)
+            self._count(logits_LE.detach(), chosen_LE, told.counted_L, choice.changed_L, balance.detach())
         return probs_LE, chosen_LE
 
     @torch.no_grad()
-    def _count(self, logits_LE: Tensor, chosen_LE: Tensor, counted_L: Tensor, changed_L: Tensor | None) -> None:
+    def _count(
+        self, logits_LE: Tensor, chosen_LE: Tensor, counted_L: Tensor, changed_L: Tensor | None, balance: Tensor
+    ) -> None:
         counted = counted_L.double()
         entropy_L = torch.special.entr(logits_LE.softmax(-1, torch.float32)).sum(-1)
         tokens = counted.sum()
         given, changed = (tokens, counted @ changed_L.double()) if changed_L is not None else (0 * tokens, 0 * tokens)
-        others = torch.stack([counted @ entropy_L.double(), tokens, given, changed])
+        others = torch.stack([counted @ entropy_L.double(), tokens, given, changed, balance.double()])
         sums = torch.cat([counted @ chosen_LE.double(), others])
         self._sums = sums if self._sums is None else self._sums + sums
 
@@ -235,11 +274,10 @@ class TakenExperts:
     def keep(self, part: PackedBatch, chunk: Any) -> None:
         """What a model chunk has just taken for a pack."""
         assert part.routing is not None, "of a mixture"
-        first = int(self._planned.bounds[part.rows.start])
-        here = part.routing.seen_M >= 0
-        rows = self._table_MYK[first : first + len(here)]
+        places_H = int(self._planned.bounds[part.rows.start]) + part.routing.own_H
         for layer in chunk.decoder.layers:
-            rows[here, layer.layer_number - 1] = layer.mlp.router.taken_LK[part.routing.seen_M[here]].to(rows.dtype)
+            taken_HK = layer.mlp.router.taken_LK[part.routing.seen_H].to(self._table_MYK.dtype)
+            self._table_MYK[:, layer.layer_number - 1].index_copy_(0, places_H, taken_HK)
 
     def of_batch(self) -> SequenceBatch:
         """The batch with these experts. A collective of the ranks that share its sequences."""
@@ -263,15 +301,17 @@ def take_routing(chunks: Iterable[Any], layers: int, experts: int, device: torch
     return sums.flatten()
 
 
-def routing_metrics(sums: Sequence[float], experts: int) -> dict[str, float]:
+def routing_metrics(sums: Sequence[float], experts: int, aux_loss_coef: float) -> dict[str, float]:
     """Of a mini-batch, from the sums of all ranks (``take_routing``), means over the model's layers:
 
     ``moe/load_max``: tokens of the fullest expert over those of the mean expert; ``moe/idle_experts``: experts of a
     layer without a token; ``moe/router_entropy``: entropy of a router's distribution in nats; where experts were given
-    ``moe/replay_changed``: share of tokens for which the router would have chosen others.
+    ``moe/replay_changed``: share of tokens for which the router would have chosen others; where it has a weight
+    ``loss/balance`` (``balance_loss``).
     """
     table_YS = torch.tensor(sums, dtype=torch.float64).view(-1, experts + len(_SUMS))
-    counts_YE, (entropy_Y, tokens_Y, given_Y, changed_Y) = table_YS[:, :experts], table_YS[:, experts:].unbind(1)
+    counts_YE = table_YS[:, :experts]
+    entropy_Y, tokens_Y, given_Y, changed_Y, balance_Y = table_YS[:, experts:].unbind(1)
     if not bool(tokens_Y.any()):
         return {}
     found = {
@@ -281,4 +321,6 @@ def routing_metrics(sums: Sequence[float], experts: int) -> dict[str, float]:
     }
     if bool(given_Y.any()):
         found["moe/replay_changed"] = (changed_Y / given_Y).mean()
+    if aux_loss_coef > 0:
+        found["loss/balance"] = balance_Y.sum() / aux_loss_coef  # each layer's carries its part of the mean
     return {name: float(value) for name, value in found.items()}

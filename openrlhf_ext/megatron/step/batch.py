@@ -219,16 +219,19 @@ class SharedPrompts:
 class Routing(NamedTuple):
     """What the routers of a mixture of experts are told of the tokens that this rank computes (of its piece of them
     under sequence parallelism): which count in metrics, and, if they are given, the experts of those. For all others,
-    padding and last tokens among them, routers choose. ``seen_M``: which of the tokens that this rank computes each
-    token of the micro-batch is, -1: none."""
+    padding and last tokens among them, routers choose. The micro-batch's tokens ``own_H``, of its rows ``row_H``, are
+    these tokens ``seen_H``: one that is computed once for several rows is in each. ``weight_B``: of each row in the
+    loss that balances the load, before its tokens' number; None: there is no such loss."""
 
     counted_L: Tensor  # bool
     experts_LYK: Tensor | None  # uint8 or int16
-    seen_M: Tensor  # int64
+    own_H: Tensor  # int64
+    row_H: Tensor  # int64
+    seen_H: Tensor  # int64
+    weight_B: Tensor | None = None  # fp64
 
     def to(self, device: torch.device) -> Routing:
-        experts = None if self.experts_LYK is None else _moved(self.experts_LYK, device)
-        return Routing(_moved(self.counted_L, device), experts, _moved(self.seen_M, device))
+        return Routing(*(None if tensor is None else _moved(tensor, device) for tensor in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -363,15 +366,16 @@ def _routing(
     else:
         number_P = shared.computed_P
     seen_M = number_P[places_M] - piece * each
-    seen_M[(seen_M < 0) | (seen_M >= each)] = -1
+    own_H = ((seen_M >= 0) & (seen_M < each)).nonzero().squeeze(1)
+    seen = own_H, torch.arange(len(batch)).repeat_interleave(batch.lengths_B)[own_H], seen_M[own_H]
     if batch.experts_MYK is None or batch.told_B is None:
-        return Routing(torch.isin(own_L, places_M) & (batch.responses.tokens > 0), None, seen_M)
+        return Routing(torch.isin(own_L, places_M) & (batch.responses.tokens > 0), None, *seen)
     place_M = torch.cat([torch.arange(length) for length in batch.lengths_B.tolist()])
     told_M = place_M < batch.told_B.repeat_interleave(batch.lengths_B)
     source_P = torch.full((last + 1,), -1)
     source_P[places_M[told_M]] = told_M.nonzero().squeeze(1)
     source_L = source_P[own_L]
-    return Routing(source_L >= 0, batch.experts_MYK[source_L.clamp(min=0)], seen_M)
+    return Routing(source_L >= 0, batch.experts_MYK[source_L.clamp(min=0)], *seen)
 
 
 def share_prompts(batch: SequenceBatch, ends: Sequence[int], repeated: Sequence[int]) -> SharedPrompts:

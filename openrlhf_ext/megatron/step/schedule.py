@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -256,7 +257,8 @@ class Schedule:
         if forward_only:
             self._model.gather_parameters()
         lengths = self._count_pieces(batch, plan)
-        parts = itertools.tee(self._parts(batch, plan), len(self._model.models))  # each chunk goes through all of them
+        weight = 0.0 if forward_only else self._balance_weight(batch)
+        parts = itertools.tee(self._parts(batch, plan, weight), len(self._model.models))  # each chunk goes through all
         with self._training(not forward_only if training is None else training):
             return get_forward_backward_func()(
                 forward_step_func=step,
@@ -269,13 +271,25 @@ class Schedule:
                 **pipeline_arguments(self.config, lengths, len(self._model.models)),
             )
 
-    def _parts(self, batch: SequenceBatch, plan: Sequence[list[int]]) -> Iterator[PackedBatch]:
+    def _balance_weight(self, batch: SequenceBatch) -> float:
+        """Of each token in the loss that balances a layer's load, a mean over tokens of the mini-batch and layers; 0:
+        there is none. A collective of the replicas where there is."""
+        coef = self._model.settings.aux_loss_coef
+        if not coef or not self._model.shape.num_experts:
+            return 0.0
+        tokens = int(sum_over_replicas(batch.lengths_B.sum(), self.device))
+        return coef / (self._model.shape.num_layers * max(1, tokens))
+
+    def _parts(self, batch: SequenceBatch, plan: Sequence[list[int]], weight: float = 0.0) -> Iterator[PackedBatch]:
         rank, row, token = parallel_state.get_context_parallel_rank(), 0, 0
         piece = parallel_state.get_tensor_model_parallel_rank() if self.config.sequence_parallel else 0
         for rows in plan:
             part = batch.select(rows) if rows else SequenceBatch.padding_row()
             place = {"first_row": row, "first_token": token, "context_parallel_rank": rank, "piece": piece}
-            yield pack(part, self._pack_shape, **place).to(self.device)
+            packed = pack(part, self._pack_shape, **place)
+            if weight and rows and packed.routing is not None:
+                packed = replace(packed, routing=packed.routing._replace(weight_B=weight / part.lengths_B.double()))
+            yield packed.to(self.device)
             row, token = row + len(rows), token + part.responses.tokens
 
     @property

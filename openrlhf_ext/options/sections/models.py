@@ -172,8 +172,9 @@ class TrainedModel(Section):
         "recompute activations in the backward pass; the same as megatron.recompute full")
     gradient_checkpointing_reentrant: bool = no_meaning(False, "re-entrant form of torch's checkpointing",
         why="Megatron brings its own recomputation", instead="use megatron.recompute full")
-    aux_loss_coef: Float = not_yet(0, "weight of the load-balancing loss of mixture-of-experts models",
-        why="mixtures are trained without one", instead="set it to 0")
+    aux_loss_coef: Float = option(0,
+        "of a mixture of experts: weight of the loss that balances the load of its experts "
+        "(docs/algorithms.md#the-loss-that-balances-experts)", ge=0)
 
 
 class Actor(Optimizer, TrainedModel):
