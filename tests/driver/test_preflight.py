@@ -154,7 +154,6 @@ def test_where_old_log_probs_come_from(task):
         ((*grpo, "--train.max_epochs", "2"), "several updates per batch"),
         ((*grpo, "--rollout.batch_size", "4"), "several updates per batch"),
         ((*grpo, "--train.drift_check"), "train.drift_check compares"),
-        ((*grpo, "--train.routing_replay", "policy"), "the experts of that pass are replayed"),
         ((*grpo, "--algo.advantage.is_correction_level", "seq"), "the importance correction is of whole completions"),
         ((*one_update, "--algo.advantage.estimator", "gtpo_entropy"), "gtpo_entropy shapes by entropies"),
         ((*one_update, "--algo.advantage.estimator", "kl_cov"), "kl_cov reads old log-probs before the update"),
@@ -162,6 +161,12 @@ def test_where_old_log_probs_come_from(task):
     ):
         found, reason = source(*words)
         assert found == "policy" and why in reason, words
+    assert old_logprobs(of_a_mixture(load(task, *grpo))) == ("policy", "the experts of that pass are replayed")
+
+
+def of_a_mixture(config):
+    """The run with the experts of its pass of old log-probs replayed; the task's model has none."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"routing_replay": "policy"})})
 
 
 def test_what_log_probs_of_the_engines_cannot_be(task):
@@ -173,7 +178,6 @@ def test_what_log_probs_of_the_engines_cannot_be(task):
         (("grpo", "--algo.kl.init_coef", "0.1"), "a KL penalty in the reward is of the policy's log-probs"),
         (("clip_cov",), "clip_cov: it chooses tokens by the policy's log-probs"),
         (("grpo", "--train.drift_check"), "train.drift_check true: it compares the policy's log-probs"),
-        (("grpo", "--train.routing_replay", "policy"), "train.routing_replay policy: it replays the policy's pass"),
         (
             ("grpo", "--algo.advantage.is_correction_level", "token"),
             "is_correction_level token: ratios are to the engines' log-probs already",
@@ -182,6 +186,8 @@ def test_what_log_probs_of_the_engines_cannot_be(task):
         (message,) = problems(task, *engine, *words)
         assert message.startswith("algo.old_logprobs engine does not go with ") and why in message, words
         assert message.endswith("use algo.old_logprobs auto")
+    (replays,) = preflight.old_logprob_violations(of_a_mixture(load(task, *engine, "grpo")))
+    assert "train.routing_replay policy: it replays the policy's pass" in replays.message
 
 
 def test_entropies_of_the_engines(task):
