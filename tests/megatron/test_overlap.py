@@ -22,27 +22,30 @@ CASES = {
         {"tied": True, "overlap": {**GRADIENTS, **SMALL}, "lopsided": True, "recompute": {"recompute": "full"}},
         {"cp": 2, "max_tokens": 12, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "head": "two_pass"},
         {"distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "head": "two_pass", "micro_batch_size": 1},
+        {"mixture": True, "ep": 2, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "lopsided": True},
     ],
     4: [
         {"pp": 2, "vp": 2, "micro_batch_size": 1, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}},
         {"tied": True, "pp": 2, "micro_batch_size": 1, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}},
         {"tp": 2, "sp": True, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}},
+        {"mixture": True, "ep": 2, "tp": 2, "sp": True, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}},
     ],
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    paths = {tied: str(tmp_path_factory.mktemp(f"tied-{tied}")) for tied in (False, True)}
-    for tied, path in paths.items():
-        make_tiny_model(path, tied=tied)
+    paths = {name: str(tmp_path_factory.mktemp(name)) for name in ("plain", "tied", "mixture")}
+    for name, path in paths.items():
+        make_tiny_model(path, "qwen3_moe" if name == "mixture" else "qwen2", tied=name == "tied")
     return paths
 
 
 @pytest.mark.parametrize("world_size", CASES)
 def test_updates_are_the_same_to_the_last_bit(models, world_size):
     batch, weights_N = make_batch(61)
-    cases = [{"model": models[case.get("tied", False)], **case} for case in CASES[world_size]]
+    names = [next((name for name in ("tied", "mixture") if name in case), "plain") for case in CASES[world_size]]
+    cases = [{"model": models[name], **case} for name, case in zip(names, CASES[world_size], strict=True)]
     ranks = launch(
         "tests.megatron.overlap_worker", "run_cases", world_size, cases=cases, world_size=world_size, batch=batch,
         weights_N=weights_N,
