@@ -85,6 +85,7 @@ CHECKS = (
     # ---- call 6: failures, repetition, real sizes; more than one call's minutes: --only, --skip-passed --------------
     Check("tests.gpu.flight:killed_generating", 6, 270, RUN),
     Check("tests.gpu.flight:killed_in_a_sync", 6, 270, RUN),
+    Check("tests.gpu.flight:mixture", 6, 270, RUN),
     Check("tests.gpu.flight:determinism", 6, 300, RUN),
     Check("tests.gpu.exactness:first_look", 6, 300, RUN),
     Check("tests.gpu.flight:real_model", 6, 360, RUN),

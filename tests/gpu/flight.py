@@ -16,6 +16,7 @@ import torch
 from tests.gpu import te_build
 from tests.gpu.kit import Machine, NotHere
 from tests.gpu.runs import REAL_MODEL, ROOT, Run, Runs, real_checkpoint, report, write_problems, write_reward
+from tests.models import make_tiny_policy
 
 _LEFT_MIB = 64.0  # of a run that has ended; what the driver's clocks and caches may move meanwhile
 _GAP = 1.3
@@ -73,6 +74,16 @@ def adapters(machine: Machine) -> dict:
     with Runs.open(machine, "adapters") as runs:
         run = runs.run("adapters", ds__lora__rank=16, actor__adam__lr=1e-3)
         return report(machine, run.measured(), ["adapter kernels of vLLM", "sleep level 1"])
+
+
+def mixture(machine: Machine) -> dict:
+    """A mixture of experts, whose engine tells which experts it took, and with these the policy agrees."""
+    with Runs.open(machine, "mixture") as runs:
+        runs.policy = runs.folder / "experts"
+        make_tiny_policy(runs.policy, "qwen3_moe", num_hidden_layers=4, head_dim=32)
+        run = runs.run("mixture", train__routing_replay="rollout")
+    changed = [record["moe/replay_changed"] for record in run.records]
+    return report(machine, {**run.measured(), "replay_changed": changed}, ["vLLM's routed experts"])
 
 
 def fp8(machine: Machine) -> dict:
