@@ -45,6 +45,7 @@ from openrlhf_ext.driver.settings import (
     build_algorithm,
     check_frozen_steps,
     policy_path,
+    probe_tolerance,
     sync_settings,
     training_steps,
     worker_env,
@@ -343,7 +344,7 @@ def drift_check(config: RunConfig, policy: RankGroup) -> DriftCheck | None:
     """The self-test of a run with train.drift_check, None in any other."""
     if not config.train.drift_check:
         return None
-    return DriftCheck(policy, config.repeat_tolerance, config.probe_tolerance, config.train.step_timeout_s)
+    return DriftCheck(policy, config.repeat_tolerance, probe_tolerance(config), config.train.step_timeout_s)
 
 
 def step_profiler(config: RunConfig, parts: Parts) -> StepProfiler | None:

@@ -23,6 +23,8 @@ from openrlhf_ext.options.sections.algo import CUSTOM
 from openrlhf_ext.ranks.publishing import SyncSettings
 from openrlhf_ext.rollout.sync import choose_transport
 
+_MIXTURE_TOLERANCE = 0.4  # nats
+
 
 def policy_path(config: RunConfig) -> str:
     return required(config.actor.model_name_or_path, "actor.model_name_or_path")
@@ -155,11 +157,21 @@ def training_steps(config: RunConfig, prompts: int) -> int:
     return math.ceil(prompts * config.train.num_episodes / config.rollout.batch_size)
 
 
+def probe_tolerance(config: RunConfig) -> float:
+    """That of the options; of a mixture of experts in bf16 by default more: its routers round too, choose others, and
+    then one token differs by more than a nat (benchmarks/replay.py). Its experts' checksums are of single experts."""
+    given, default = config.weight_sync.probe_tolerance, config.probe_tolerance
+    if given is None and "bf16" in (config.megatron.param_dtype, config.rollout_dtype):
+        shape = read_model_shape(policy_path(config))
+        return max(default, _MIXTURE_TOLERANCE) if shape.num_experts else default
+    return default
+
+
 def sync_settings(config: RunConfig, use_gpu: bool, probe: Sequence[int]) -> SyncSettings:
     transport = choose_transport(
         config.vllm.sync_backend, on_gpu=use_gpu, colocated=config.engines_share_gpus,
         deterministic=config.train.full_determinism_enable,
     )  # fmt: skip
-    workers, tolerance = config.vllm.tensor_parallel_size, config.probe_tolerance
+    workers, tolerance = config.vllm.tensor_parallel_size, probe_tolerance(config)
     travels, dtype = config.vllm.lora, config.rollout_dtype
     return SyncSettings(transport, workers, config.weight_sync, tolerance, tuple(probe), travels, dtype)

@@ -19,7 +19,7 @@ from openrlhf_ext.config.estimator import algorithm_options, engine_entropies, o
 from openrlhf_ext.driver import job, preflight
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.preflight import check_files, checkpoint_violations, findings, try_user_code
-from openrlhf_ext.driver.settings import build_algorithm
+from openrlhf_ext.driver.settings import build_algorithm, probe_tolerance
 from openrlhf_ext.megatron.model.shape import read_model_shape, read_value_shape
 from tests.e2e.estimators import OWN_METHOD
 from tests.e2e.jobs import Task
@@ -188,6 +188,16 @@ def test_what_log_probs_of_the_engines_cannot_be(task):
         assert message.endswith("use algo.old_logprobs auto")
     (replays,) = preflight.old_logprob_violations(of_a_mixture(load(task, *engine, "grpo")))
     assert "train.routing_replay policy: it replays the policy's pass" in replays.message
+
+
+def test_the_probe_of_a_mixture_in_bf16_allows_for_routers_that_choose_others(tmp_path):
+    task, ep = Task.make(tmp_path), ("--megatron.tensor_parallel_size", "1", "--megatron.expert_parallel_size", "2")
+    bf16 = ("--megatron.param_dtype", "bf16")
+    assert probe_tolerance(load(task, *bf16)) == 0.1
+    shutil.rmtree(tmp_path / "policy")
+    make_tiny_policy(tmp_path / "policy", "qwen3_moe", head_dim=32)
+    assert probe_tolerance(load(task, *ep, *bf16)) == 0.4 and probe_tolerance(load(task, *ep)) == 1e-4
+    assert probe_tolerance(load(task, *ep, *bf16, "--weight_sync.probe_tolerance", "0.2")) == 0.2
 
 
 def test_entropies_of_the_engines(task):

@@ -81,7 +81,7 @@ class WeightSync(Section):
         "largest difference, in nats, that rounding may make between the policy's and an engine's log-probs of a text "
         "of the model's own, mean over its tokens, below -5 in proportion; a larger one ends the run. Later on, one "
         "above a quarter of this plus three times what was found at the start is warned of", gt=0,
-        default_text="1e-4 in fp32, 0.1 in bf16, 0.4 with FP8")
+        default_text="1e-4 in fp32, 0.1 in bf16, 0.4 with FP8 and of a mixture of experts in bf16")
     probe_length: Int | None = added(None,
         "most tokens of the fixed text that is compared after every sync, at most half of them of the first prompt; "
         "more than a cache block (16 on GPU, 128 on CPU) and 16 prove the prefix cache too", ge=2,
