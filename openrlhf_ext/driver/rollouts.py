@@ -483,10 +483,16 @@ class Rollouts:
         return state, list(self._finished), [*self._in_flight.values(), *self._again]
 
     def restore(self, state: Mapping[str, Any], finished: Iterable[Group], in_flight: Iterable[Prompt]) -> None:
-        """Goes on from a snapshot; what was in flight is asked for again."""
+        """Goes on from a snapshot; what was in flight is asked for again, and so is what has no experts, of a run that
+        replayed none, where they are to be replayed."""
         self.prompts.load_state_dict(state["prompts"])
         self.dropped.update(state["dropped"])
-        self._finished, self._again = list(finished), list(in_flight)
+        self._finished, self._again = [], list(in_flight)
+        for group in finished:
+            if self._config.replays_rollout and any(r.experts_at is None for r in group.responses):
+                self._again.append(group.prompt)
+            else:
+                self._finished.append(group)
 
 
 def sampling_of(config: RunConfig, temperature: float, top_p: float) -> Sampling:

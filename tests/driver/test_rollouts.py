@@ -236,6 +236,18 @@ def test_every_group_is_trained_once_or_dropped_and_only_stragglers_exceed_the_b
         assert trained == sorted(trained), "whatever takes how long, batches are in the order of their prompts"
 
 
+def test_groups_without_the_experts_that_are_to_be_replayed_are_asked_for_again() -> None:
+    made = rollouts(Requests(at_once=True), max_staleness=1)
+    made.take(0)
+    made.pump()
+    state, finished, in_flight = made.snapshot()
+    assert numbers(finished) == [2, 3] and in_flight == []
+    requests = Requests(at_once=True)
+    resumed = rollouts(requests, max_staleness=1, more={"train": {"routing_replay": "rollout"}})
+    resumed.restore(state, finished, in_flight)
+    assert numbers(resumed.take(1)) == [2, 3] and requests.asked[:2] == [2, 3]
+
+
 @pytest.mark.parametrize("drawn", [0, 3, 5, 6, 9])
 def test_the_prompts_go_on_at_their_place(drawn: int) -> None:
     whole, cut = (PromptStream(Loader(5), episodes=2) for _ in range(2))
