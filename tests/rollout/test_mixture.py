@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -280,8 +281,11 @@ def whole(rig: Rig, response: Response) -> None:
 
 def test_responses_have_rows_beside_log_probs_and_entropies(rig: Rig) -> None:
     request = GroupRequest("what is 12 times 31?", "", 4, Sampling(1.0, 1.0, 8, 64), (1,))
-    for response in ray.get(rig.engine.generate_group.remote(request), timeout=PATIENCE_S):
-        whole(rig, response)
+    called = rig.engine.generate_group.options(num_returns=2).remote(request)
+    responses, experts = ray.get(called, timeout=PATIENCE_S)
+    assert len(responses) == len(experts) == 4 and all(response.experts_RLK is None for response in responses)
+    for response, experts_RLK in zip(responses, experts, strict=True):
+        whole(rig, replace(response, experts_RLK=experts_RLK))
         entropy = mixture.entropies(rig.model, response.tokens_S.tolist())[response.actions[0][0] - 1 :]
         assert (entropy - torch.tensor(response.entropies_T)).abs().max() < TOLERANCE
 
