@@ -517,7 +517,6 @@ def plain_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[st
     """Groups as plain values, and their arrays, one response behind the other; experts are fetched, a group's at a
     time."""
     parts: dict[str, list[np.ndarray]] = {name: [np.zeros(0, kind)] for name, (_, kind) in _ARRAYS.items()}
-    parts[_EXPERTS] = [np.zeros(0, np.uint8)]
 
     def plain(response: Response) -> dict[str, Any]:
         values = dict(vars(response))
@@ -525,7 +524,7 @@ def plain_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[st
         if (at := values.pop("experts_at")) is not None:
             experts_RLK = ray.get(at[0])[at[1]]
             values[_EXPERTS] = [experts_RLK.dtype.str, *experts_RLK.shape]
-            parts[_EXPERTS].append(experts_RLK.reshape(-1).view(np.uint8))
+            parts.setdefault(_EXPERTS, []).append(experts_RLK.reshape(-1).view(np.uint8))
         for name, (attribute, _) in _ARRAYS.items():
             array = values.pop(attribute)
             values[name] = None if array is None else len(array)

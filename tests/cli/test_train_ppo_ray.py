@@ -61,7 +61,7 @@ def test_a_reward_file_that_cannot_be_imported_stops_the_run_before_ray_starts(t
     ("words", "why"),
     [
         ([], "reward.remote_url raised in its trial"),
-        (["--actor.model_name_or_path", "Qwen/Qwen3-30B-A3B"], "actor.model_name_or_path Qwen/Qwen3-30B-A3B, which"),
+        (["--actor.model_name_or_path", "Qwen/Qwen3-4B-Base"], "actor.model_name_or_path Qwen/Qwen3-4B-Base, which"),
         (["--data.prompt_dataset", "openai/gsm8k"], "data.prompt_dataset openai/gsm8k, which is not on this machine"),
     ],
 )

@@ -285,7 +285,7 @@ class TakenExperts:
         dist.all_reduce(table, group=parallel_state.get_tensor_and_context_parallel_group())
         inverse = np.argsort(self._order).tolist()
         experts_MYK = self._planned.take(table.to(self._table_MYK.dtype).cpu(), inverse)
-        return dataclasses.replace(self._batch, experts_MYK=experts_MYK, told_B=self._batch.lengths_B.clone())
+        return dataclasses.replace(self._batch, experts_MYK=experts_MYK)
 
 
 # ---- metrics --------------------------------------------------------------------------------------------------------

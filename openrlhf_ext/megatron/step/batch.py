@@ -48,8 +48,8 @@ class SequenceBatch:
     """Concatenated sequences without padding, and where their response tokens are: in several ranges (of several turns)
     or in none. A response token at position p is predicted by the hidden state at p - 1.
 
-    Routers take the experts that are given: those of the first ``told_B`` tokens of each sequence, at most of all but
-    the last. Where they travel by reference, ``routed_B`` is of each sequence what to fetch, and its place in it.
+    Routers take the experts that are given: those of the first ``told_B`` tokens of each sequence, None: of all. Where
+    they travel by reference, ``routed_B`` is of each sequence what to fetch, and its place in it.
     """
 
     tokens_M: Tensor  # int32
@@ -368,10 +368,11 @@ def _routing(
     seen_M = number_P[places_M] - piece * each
     own_H = ((seen_M >= 0) & (seen_M < each)).nonzero().squeeze(1)
     seen = own_H, torch.arange(len(batch)).repeat_interleave(batch.lengths_B)[own_H], seen_M[own_H]
-    if batch.experts_MYK is None or batch.told_B is None:
+    if batch.experts_MYK is None:
         return Routing(torch.isin(own_L, places_M) & (batch.responses.tokens > 0), None, *seen)
     place_M = torch.cat([torch.arange(length) for length in batch.lengths_B.tolist()])
-    told_M = place_M < batch.told_B.repeat_interleave(batch.lengths_B)
+    told_B = batch.lengths_B if batch.told_B is None else batch.told_B
+    told_M = place_M < told_B.repeat_interleave(batch.lengths_B)
     source_P = torch.full((last + 1,), -1)
     source_P[places_M[told_M]] = told_M.nonzero().squeeze(1)
     source_L = source_P[own_L]

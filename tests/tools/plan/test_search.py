@@ -199,6 +199,9 @@ def test_products_in_fp8_gain_what_was_measured(recipe, gain):
     assert fp8.train < mlps.train < plain.train
 
 
+TP2 = ("--megatron.tensor_parallel_size", "2", "--megatron.sequence_parallel_enable")
+
+
 def test_a_mixtures_tokens_travel_within_a_node_where_experts_do():
     """64 KiB a token and layer pass of Qwen3-30B-A3B: 2 bytes, hidden 2,048, 8 experts, there and back."""
     words = ("--actor.num_nodes", "4", "--actor.num_gpus_per_node", "8", "--megatron.expert_parallel_size")
@@ -215,7 +218,7 @@ def test_a_mixtures_tokens_travel_within_a_node_where_experts_do():
     assert near.clock._exchange(model, 1, tokens * 4096, passes=3) == pytest.approx(2 * exchanges[0])
     assert near.clock._exchange(model, 1, tokens * 4096, passes=4) == pytest.approx(3 * exchanges[0])
     assert far.timed().train > near.timed().train
-    cut = planner("Qwen/Qwen3-30B-A3B", False, *words[:4], "--megatron.tensor_parallel_size", "2")
+    cut = planner("Qwen/Qwen3-30B-A3B", False, *words[:4], *TP2)
     shared = cut.clock._exchange(cut.models(cut.config).policy, 1, tokens * 2048, passes=1)  # a gather, a scatter
     assert shared == pytest.approx(tokens * 32768 / (0.7 * 450e9) + messages)
 
