@@ -16,7 +16,7 @@ from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import PIPELINE_ENDS, ParallelLayout
 from openrlhf_ext.megatron.model.adapter import chosen_adapter
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_scale
-from openrlhf_ext.options import Violation
+from openrlhf_ext.options import Section, Violation
 from openrlhf_ext.options.sections import Megatron
 
 # a violation has its options and its words, as in a table
@@ -104,6 +104,8 @@ def _critic_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viol
     yield from problems if own else []  # other rules are about policy and reward model
     if model is not None:
         yield from divisible(option, model, "critic.megatron.{}".format, config.critic_megatron)
+        if not model.num_experts:  # one that inherits the policy's sizes has no use for them
+            yield from _no_experts(option, "critic.megatron", config.critic.megatron)
         yield from _reads_policy(_CRITIC, model, policy, config) if own else []
 
 
@@ -252,12 +254,17 @@ def _mixture_rules(config: RunConfig | SupervisedConfig, model: ModelShape, opti
         yield _indivisible(option, "vllm.tensor_parallel_size", engine, "expert width", model.ffn_hidden_size)
 
 
+def _no_experts(option: str, section: str, megatron: Section) -> Iterator[Violation]:
+    for field in ("expert_parallel_size", "expert_tensor_parallel_size"):
+        if (size := getattr(megatron, field)) not in (None, 1):
+            yield Violation((option, f"{section}.{field}"),
+                f"{section}.{field} is of mixtures of experts, the model of {option} is dense: got {size}; leave it "
+                "out")
+
+
 def _dense_rules(config: RunConfig | SupervisedConfig, option: str) -> Iterator[Violation]:
     """What a dense model under training does not have."""
-    for field in ("expert_parallel_size", "expert_tensor_parallel_size"):
-        if (size := getattr(config.megatron, field)) not in (None, 1):
-            yield Violation((option, f"megatron.{field}"),
-                f"megatron.{field} is of mixtures of experts, the model of {option} is dense: got {size}; leave it out")
+    yield from _no_experts(option, "megatron", config.megatron)
     trained = config.actor if isinstance(config, RunConfig) else config.model
     if trained.aux_loss_coef:
         name = f"{option.partition('.')[0]}.aux_loss_coef"

@@ -46,7 +46,8 @@ class RankBlock:
 
 
 def place_ranks(nodes: Sequence[str], *, tensor_size: int, block_size: int | None = None) -> list[int]:
-    """The bundle of each rank, in rank order; rank order is tp-cp-ep-pp-dp, so groups are blocks of neighbors.
+    """The bundle of each rank, in rank order: tensor- and context-parallel ranks are neighbors in every order of
+    ``megatron/layout.py``, so their groups are blocks.
 
     Nodes that hold whole blocks come first, so that as few blocks as possible are split. Tensor-parallel groups must
     be on one node (or PlacementError has the table of all), blocks (tensor times context parallel) should be.

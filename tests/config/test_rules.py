@@ -502,6 +502,8 @@ def test_the_critics_model(problems, run_dir):
         return problems(*GAE, "--critic.model_name_or_path", "critic", "--critic.megatron.tensor_parallel_size", "2")
 
     assert with_model() == []
+    (message,) = problems(*GAE, "--critic.megatron.expert_parallel_size", "2")
+    assert "critic.megatron.expert_parallel_size is of mixtures of experts" in message
     assert "must know the tokens of the policy: its vocabulary has 50" in with_model(vocab_size=50)[0]
     assert (
         "must divide the model's attention heads: got 2, the model of critic.model_name_or_path has 5"

@@ -287,7 +287,9 @@ class Schedule:
             part = batch.select(rows) if rows else SequenceBatch.padding_row()
             place = {"first_row": row, "first_token": token, "context_parallel_rank": rank, "piece": piece}
             packed = pack(part, self._pack_shape, **place)
-            if weight and rows and packed.routing is not None:
+            if not rows:
+                packed = replace(packed, rows=slice(row, row))
+            elif weight and packed.routing is not None:
                 packed = replace(packed, routing=packed.routing._replace(weight_B=weight / part.lengths_B.double()))
             yield packed.to(self.device)
             row, token = row + len(rows), token + part.responses.tokens

@@ -297,7 +297,7 @@ class Guide(Section):
 
 
 class Megatron(Section):
-    """How the policy is laid out over its ranks; rank order tp-cp-ep-pp-dp, tensor-parallel ranks adjacent."""
+    """How the policy is laid out over its ranks; tensor-parallel ranks are adjacent (docs/layouts.md has the order)."""
 
     needs = {"megatron.overlap_grad_reduce": ("ddp_bucket_size",),
         "megatron.recompute=selective": ("recompute_modules",),
