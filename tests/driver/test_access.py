@@ -20,6 +20,7 @@ import torch
 
 from openrlhf_ext.driver import cluster
 from openrlhf_ext.driver.cluster import RaySession
+from tests.e2e.jobs import children
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +77,7 @@ class Run:
         return self.token_file.read_text()
 
     def processes(self) -> list[psutil.Process]:
-        return [psutil.Process(), *psutil.Process().children(recursive=True)]
+        return [psutil.Process(), *children(psutil.Process())]
 
 
 def settings() -> dict[str, str | None]:

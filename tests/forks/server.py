@@ -29,7 +29,13 @@ _IMPORTS = (
 
 
 def main(address: str, tests: int) -> None:
-    """Serves at the address until the process with the pid ``tests`` ends."""
+    """Serves at the address until the process with the pid ``tests`` ends.
+
+    It leaves the tree of the test that starts it: what ends or looks at the processes below that test would find the
+    workers of other tests, which run at the same time.
+    """
+    if os.fork():
+        os._exit(0)
     gc.disable()
     for name in _IMPORTS:
         with contextlib.suppress(ImportError):
@@ -50,28 +56,31 @@ def serve(address: str, tests: int) -> None:
     poll = select.poll()
     poll.register(tests, select.POLLIN)
     poll.register(listener, select.POLLIN)
-    ends: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor of a worker, and of its stand-in's connection
+    # by the descriptor of a worker, and of its stand-in's connection: the worker, its connection and its note
+    ends: dict[int, tuple[int, socket.socket, str]] = {}
     while True:
         for descriptor, _ in poll.poll():
             if descriptor == tests:
-                for pid, _ in ends.values():
+                for pid, *_ in ends.values():
                     os.kill(pid, signal.SIGKILL)
                 return
             if descriptor == listener.fileno():
                 connection, _ = listener.accept()
-                if (pid := fork(address, connection)) is None:
+                if (forked := fork(address, connection)) is None:
                     continue
-                end = os.pidfd_open(pid)
-                ends[end] = ends[connection.fileno()] = (pid, connection)
+                end = os.pidfd_open(forked[0])
+                ends[end] = ends[connection.fileno()] = (forked[0], connection, forked[1])
                 poll.register(end, select.POLLIN)
                 poll.register(connection, select.POLLIN)
                 continue
             if descriptor not in ends:  # ended in this round
                 continue
-            pid, connection = ends[descriptor]
+            pid, connection, note = ends[descriptor]
             if descriptor == connection.fileno():  # the stand-in was killed
                 os.kill(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
+            with contextlib.suppress(FileNotFoundError):  # the tests end
+                os.unlink(note)  # both pids may be those of other processes soon
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.send(str(status).encode())
             for end in [key for key, value in ends.items() if value[0] == pid]:
@@ -82,8 +91,8 @@ def serve(address: str, tests: int) -> None:
             connection.close()
 
 
-def fork(address: str, connection: socket.socket) -> int | None:
-    """The worker's pid; None if its stand-in died before it asked."""
+def fork(address: str, connection: socket.socket) -> tuple[int, str] | None:
+    """The worker's pid, and the note of it under its stand-in's; None if the stand-in died before it asked."""
     message, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     if not message:
         connection.close()
@@ -102,7 +111,7 @@ def fork(address: str, connection: socket.socket) -> int | None:
     os.rename(note + ".new", note)
     for stream in streams:
         os.close(stream)
-    return pid
+    return pid, note
 
 
 def run(worker: dict[str, Any], streams: list[int]) -> int:
