@@ -71,7 +71,8 @@ class TrainingLoop:
     _record: Mapping[str, float] = field(default_factory=dict, init=False)  # of the last step
     _no_gradient_said: bool = field(default=False, init=False)
     _evaluation: Evaluation | None = field(default=None, init=False)  # beside training
-    _finished: State | None = field(default=None, init=False)  # after the last step that this process made
+    # after the last step that this process made
+    _finished: tuple[dict[str, Any], list[Group]] | None = field(default=None, init=False)
 
     def run(self) -> None:
         """Trains until the prompts are used up or ``train.max_minutes`` have passed, with an evaluation before the
@@ -264,14 +265,14 @@ class TrainingLoop:
             with self.deadline.limit(max(seconds, 0.0), f"saving step {self.step} after {number.name}", "ckpt.grace_s"):
                 if self.config.engines_share_gpus:
                     self.supervisor.end_engines()  # they may be sampling, on the memory that the policy needs
-                self.checkpointer.save_before_the_end(self._finished, self.deadline.remaining)
+                self.checkpointer.save_before_the_end(_with_groups(*self._finished), self.deadline.remaining)
         except Exception as error:
             logger.error("no checkpoint was saved after %s: %s", number.name, error)
 
     def _note_state(self) -> None:
         """Keeps what a checkpoint of this step needs of the driver, for SIGTERM in the next one."""
-        plain, arrays = self.state()
-        self._finished = copy.deepcopy(plain), arrays
+        state, waiting = self._state()
+        self._finished = copy.deepcopy(state), waiting
 
     def close_logs(self) -> None:
         """Closes what the run's numbers go to, before its processes end."""
@@ -368,12 +369,14 @@ class TrainingLoop:
 
     def state(self) -> State:
         """What a resumed run has to know: plain values, and the arrays of the groups that wait for training."""
-        rollouts, finished, in_flight = self.rollouts.snapshot()
-        plain, arrays = plain_groups(finished)
+        return _with_groups(*self._state())
+
+    def _state(self) -> tuple[dict[str, Any], list[Group]]:
+        """All but the groups that wait for training, and these."""
+        rollouts, waiting, in_flight = self.rollouts.snapshot()
         state = {
             "step": self.step,
             "rollouts": rollouts,
-            "finished": plain,
             "in_flight": [vars(prompt) for prompt in in_flight],
             "experience": self.experience.state_dict(),
             "initial_entropy": self.initial_entropy,
@@ -382,7 +385,7 @@ class TrainingLoop:
                 "python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(),
             },
         }  # fmt: skip
-        return state, arrays
+        return state, waiting
 
     def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
         """Goes on where :meth:`state` was taken; call it before ``run``."""
@@ -416,3 +419,10 @@ class TrainingLoop:
     def _get(self, refs: list) -> list:
         """Waits for ranks, and looks after the rollouts meanwhile."""
         return self.deadline.get(refs, meanwhile=self.rollouts.pump)
+
+
+def _with_groups(state: dict[str, Any], waiting: list[Group]) -> State:
+    """What a checkpoint keeps: the groups as plain values and arrays. This fetches their experts, where those are to be
+    replayed."""
+    finished, arrays = plain_groups(waiting)
+    return state | {"finished": finished}, arrays
