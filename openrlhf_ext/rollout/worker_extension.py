@@ -205,6 +205,8 @@ class HeldWeights:
             for fused, parts in getattr(model, "packed_modules_mapping", {}).items()
             for part in parts
         }
+        found = {name: self._expert(*_split(name)) for name, _, _ in plan.tensors}
+        self._experts = {name: expert for name, expert in found.items() if expert is not None}
         self._held: dict[str, _Place] = {}
         self._processed: dict[str, _Place] = {}
         for spec in plan.tensors:
@@ -233,6 +235,23 @@ class HeldWeights:
                 self._arrived[name] = bit_sum(whole)
             yield name, tensor
 
+    def together(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Loads the experts of a layer, all gates at once, all ups and all downs, and passes the rest of an update on.
+        One by one, each of 18,432 is looked up among 384 names and counted on the meta device before it is copied."""
+        waiting: dict[tuple[RoutedExperts, str], dict[int, tuple[str, Tensor]]] = {}
+        for name, tensor in stream:
+            if name not in self._experts:
+                yield name, tensor
+                continue
+            layer, number, part = self._experts[name]
+            found = waiting.setdefault((layer, part), {})
+            found[number] = name, tensor
+            if len(found) == layer.local_num_experts:
+                del waiting[layer, part]
+                _load_experts(layer, part, [found[each][1] for each in range(len(found))])
+        for found in waiting.values():  # some of a layer's were left out: vLLM takes the others
+            yield from found.values()
+
     def sums(self) -> list[tuple[int, int, bool]]:
         """(sum of the bits, number of entries, whether as received) of every tensor, in the plan's order."""
         found = []
@@ -254,8 +273,8 @@ class HeldWeights:
         return bit_sum(held)
 
     def _place(self, name: str) -> _Place | None:
-        path, _, parameter = name.rpartition(".")
-        return self._direct(path, parameter) or self._part_of_fused(path, parameter) or self._of_expert(path, parameter)
+        path, parameter = _split(name)
+        return self._direct(path, parameter) or self._part_of_fused(path, parameter) or self._of_expert(name)
 
     def _can_sum(self, values: Tensor, spec: Spec) -> bool:
         _, shape, dtype = spec
@@ -306,10 +325,22 @@ class HeldWeights:
         start = sum(sizes[:number])
         return _rows(module, parameter, start, start + sizes[number])
 
-    def _of_expert(self, path: str, parameter: str) -> _Place | None:
+    def _of_expert(self, name: str) -> _Place | None:
         """``w13_weight`` is (experts, 2 widths, hidden), gate's rows first, ``w2_weight`` (experts, hidden, width),
         both padded where vLLM takes more than a model has (fused_moe/routed_experts.py: _load_w13, _load_w2)."""
-        experts, _, part = path.rpartition(".")
+        if name not in self._experts:
+            return None
+        layer, number, part = self._experts[name]
+        half, config = layer.intermediate_size_per_partition, layer.moe_config
+        width, hidden = config.intermediate_size_per_partition_unpadded, config.hidden_dim_unpadded
+        if part == "w2":
+            return _Place(layer, "w2_weight", (number, slice(hidden), slice(width)), (hidden, width))
+        start = half if part == "w3" else 0
+        return _Place(layer, "w13_weight", (number, slice(start, start + width), slice(hidden)), (width, hidden))
+
+    def _expert(self, path: str, parameter: str) -> tuple[RoutedExperts, int, str] | None:
+        """The layer, the expert's number and vLLM's word for the part, if the worker has all experts of the layer."""
+        experts, _, name = path.rpartition(".")
         parent, _, number = experts.rpartition(".")
         layer = self._modules.get(f"{parent}.routed_experts")
         if not isinstance(layer, RoutedExperts) or not number.isdecimal() or parameter != "weight":
@@ -317,14 +348,27 @@ class HeldWeights:
         # of several workers each may have some; a quantization may have other names
         if layer.local_num_experts != layer.global_num_experts or not hasattr(layer, "w13_weight"):
             return None
-        half, config = layer.intermediate_size_per_partition, layer.moe_config
-        width, hidden = config.intermediate_size_per_partition_unpadded, config.hidden_dim_unpadded
-        if part == layer.ckpt_down_proj_name:
-            return _Place(layer, "w2_weight", (int(number), slice(hidden), slice(width)), (hidden, width))
-        start = {layer.ckpt_gate_proj_name: 0, layer.ckpt_up_proj_name: half}.get(part)
-        if start is None:
-            return None
-        return _Place(layer, "w13_weight", (int(number), slice(start, start + width), slice(hidden)), (width, hidden))
+        parts = {
+            layer.ckpt_gate_proj_name: "w1", layer.ckpt_up_proj_name: "w3", layer.ckpt_down_proj_name: "w2",
+        }  # fmt: skip
+        return (layer, int(number), parts[name]) if name in parts else None
+
+
+def _split(name: str) -> tuple[str, str]:
+    path, _, parameter = name.rpartition(".")
+    return path, parameter
+
+
+def _load_experts(layer: RoutedExperts, part: str, experts: Sequence[Tensor]) -> None:
+    """By vLLM's own loader of a parameter, which takes the experts of a layer as one tensor, too (vllm 0.29.0
+    fused_moe/routed_experts.py:678, ``full_load``)."""
+    name = "w2_weight" if part == "w2" else "w13_weight"
+    parameter = getattr(layer, name)
+    taken = parameter.weight_loader(
+        param=parameter, loaded_weight=torch.stack(list(experts)), weight_name=f"{layer.layer_name}.{name}",
+        shard_id=part, expert_id=0, return_success=True,
+    )  # fmt: skip
+    assert taken, f"vLLM takes {part} of {layer.layer_name}"
 
 
 def _rows(module: torch.nn.Module, parameter: str, start: int, stop: int | None) -> _Place:
@@ -426,7 +470,7 @@ class WeightSyncExtension:
         if isinstance(self._held, HeldAdapter):
             self._held.replace(stream)
             return
-        self.reload_weights(weights_iterator=self._held.watch(stream))
+        self.reload_weights(weights_iterator=self._held.together(self._held.watch(stream)))
         repack_tied_heads(self.model_runner.get_model())
 
     def _recover_from_partial_reload(self) -> None:
