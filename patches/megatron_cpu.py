@@ -289,7 +289,7 @@ def _exchange_unequal_parts(module: ModuleType) -> None:
         longest = max(output_split_sizes)
         padded = part.new_zeros(longest, *part.shape[1:])
         padded[: len(part)] = part
-        parts = gather(padded, group).split(longest)
+        parts = gather(padded, group).chunk(group.size()) if longest else [part] * group.size()
         return torch.cat([each[:size] for each, size in zip(parts, output_split_sizes, strict=True)])
 
     def scatter_any(

@@ -87,7 +87,7 @@ def _adapter_rules(config: RunConfig | SupervisedConfig, model: ModelShape) -> I
             "built: got fp8.enable; leave one of the two out")
     try:
         rank = chosen_adapter(lora, model.family).rank
-    except ValueError as error:  # an InputError is one
+    except InputError as error:
         name = "ds.lora.path" if lora.path is not None else "ds.lora.target_modules"
         yield Violation((name,), f"{name}: {error}")
         return

@@ -72,7 +72,7 @@ KNOWN: tuple[type[LayerConverter], ...] = (FP8Layers,)
 
 def layer_converters(config: Any, family: Family) -> tuple[LayerConverter, ...]:
     """Of the policy's decoder, a model of this family, from the sections of a ``RunConfig``, in the order in which they
-    are applied. Raises InputError, ValueError: adapters that cannot be (``chosen_adapter``)."""
+    are applied. Raises InputError: adapters that cannot be (``chosen_adapter``)."""
     lora = config.ds.lora
     adapters = (LoRALayers(chosen_adapter(lora, family), config.train.seed, lora.path),) if lora.enabled else ()
     return (*_fp8_layers(config), *adapters)

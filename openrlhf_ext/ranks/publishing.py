@@ -123,8 +123,10 @@ class WeightPublisher:
         tokens, tolerance, timeout_s = settings.probe, settings.tolerance, settings.options.timeout_s
         row = sequence_batch([np.array(tokens)], [[(1, len(tokens))]])
         trained, dtype = self._policy.trained, _engines_dtype(settings)
+        counted = self._policy.schedule.take_count()
         with trained.as_in_engines(settings.travels, dtype, version):
             ours = self._policy.logprobs(row, temperature=1.0).logprobs_N
+        self._policy.schedule.counted = counted  # without the probe, which a run that goes on has once more
         before_asking()
         asked = self._engines if which is None else [self._engines[i] for i in which]
 

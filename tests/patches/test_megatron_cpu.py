@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from openrlhf_ext.patches import megatron_cpu
 from openrlhf_ext.patches.megatron_cpu import bytecode_folder, rewrite_for_cpu
+from tests.launch import launch
 from tests.patience import PATIENCE_S
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA Megatron is loaded as it is")
@@ -73,6 +75,32 @@ def test_random_streams_are_separate_and_do_not_disturb_the_default_one(caplog: 
         assert "CPU RNG state changed" not in caplog.text
     finally:
         torch.set_rng_state(before)
+
+
+def unequal_parts() -> list[tuple[list[float], list[float]]]:
+    """What a rank has of all ranks' parts, and of their sums."""
+    from megatron.core.tensor_parallel import mappings
+
+    dist.init_process_group("gloo")
+    group, rank, found = dist.group.WORLD, dist.get_rank(), []
+    for sizes in SIZES:
+        part = torch.full((sizes[rank], 1), rank + 1.0)
+        whole = mappings._gather_along_first_dim(part, group, sizes)
+        summed = mappings._reduce_scatter_along_first_dim(whole, group, sizes)
+        found.append((whole.flatten().tolist(), summed.flatten().tolist()))
+    return found
+
+
+SIZES = [2, 3], [0, 1], [0, 0]
+
+
+@on_cpu
+def test_ranks_exchange_parts_of_any_length() -> None:
+    """Of the tokens of experts that ranks share; nobody's experts may have any."""
+    for rank, found in enumerate(launch("tests.patches.test_megatron_cpu", "unequal_parts", 2)):
+        for sizes, (whole, summed) in zip(SIZES, found, strict=True):
+            assert whole == [1.0] * sizes[0] + [2.0] * sizes[1]
+            assert summed == [2.0 * (rank + 1)] * sizes[rank]
 
 
 @on_cpu

@@ -68,20 +68,21 @@ def linear_modules(family: Family) -> tuple[str, ...]:
 
 
 def resolved_targets(targets: str | Collection[str], family: Family) -> tuple[str, ...]:
-    """The names that ``target_modules`` means, in the model's order. Raises ValueError: the model has no such ones."""
+    """The names that ``target_modules`` means, in the model's order. Raises InputError: the model has no such ones."""
     known = linear_modules(family)
     asked = {targets} if isinstance(targets, str) else set(targets)
     if asked == {ALL_LINEAR}:
         return known
     if not asked or (unknown := sorted(asked - set(known))):
         found = "none" if not asked else ", ".join(unknown)
-        raise ValueError(f"target modules must be {ALL_LINEAR} or some of {', '.join(known)}, got {found}")
+        why = "; adapters of a mixture's experts are not built" if family.mlp.is_mixture else ""
+        raise InputError(f"target modules must be {ALL_LINEAR} or some of {', '.join(known)}, got {found}{why}")
     return tuple(name for name in known if name in asked)
 
 
 def chosen_adapter(lora: Lora, family: Family) -> Adapter:
-    """What ``ds.lora.*`` ask for. Raises InputError, ValueError: modules that the model lacks, another adapter than the
-    options say."""
+    """What ``ds.lora.*`` ask for. Raises InputError: modules that the model lacks, another adapter than the options
+    say."""
     asked = None
     if lora.rank:
         asked = Adapter(lora.rank, lora.alpha, lora.dropout, resolved_targets(lora.target_modules, family))
@@ -90,7 +91,7 @@ def chosen_adapter(lora: Lora, family: Family) -> Adapter:
         return asked
     found = replace(read_adapter(lora.path, family), dropout=lora.dropout)
     if asked is not None and asked != found:
-        raise ValueError(
+        raise InputError(
             f"the adapter in {lora.path} has rank {found.rank}, alpha {found.alpha:g} and modules "
             f"{', '.join(found.targets)}, the options say {asked.rank}, {asked.alpha:g} and "
             f"{', '.join(asked.targets)}: leave ds.lora.rank, alpha and target_modules out, they are the adapter's"
@@ -116,7 +117,7 @@ def read_adapter(path: str | Path, family: Family) -> Adapter:
         named = entries["target_modules"]
         # peft may list every module by its path; whether all layers have it, the tensors show
         names = resolved_targets(named if isinstance(named, str) else {n.split(".")[-1] for n in named}, family)
-    except ValueError as error:
+    except InputError as error:
         raise InputError(f"{path / CONFIG}: {error}") from error
     return Adapter(entries["r"], entries["lora_alpha"], float(entries.get("lora_dropout", 0.0)), names)
 

@@ -109,7 +109,8 @@ class Router(TopKRouter):
         choice, told = self.router_replay, self.told
         choice.given = None
         if told is not None and told.experts_LYK is not None:
-            choice.given = told.experts_LYK[:, self.layer_number - 1].long(), told.counted_L
+            assert told.told_L is not None, "it comes with experts"
+            choice.given = told.experts_LYK[:, self.layer_number - 1].long(), told.told_L
         probs_LE, chosen_LE = super().routing(logits, padding_mask)
         # once for every pass that trains: where activations are recomputed, the first time is without gradients
         if told is not None and self.training and torch.is_grad_enabled():
@@ -117,19 +118,21 @@ class Router(TopKRouter):
             if told.weight_B is not None:
                 balance = balance_loss(logits_LE, chosen_LE, told, self.topk, self.tp_cp_group)
                 probs_LE = _WithLoss.apply(probs_LE, balance)
-            self._count(logits_LE.detach(), chosen_LE, told.counted_L, choice.changed_L, balance.detach())
+            self._count(logits_LE.detach(), chosen_LE, told, choice.changed_L, balance.detach())
         return probs_LE, chosen_LE
 
     @torch.no_grad()
     def _count(
-        self, logits_LE: Tensor, chosen_LE: Tensor, counted_L: Tensor, changed_L: Tensor | None, balance: Tensor
+        self, logits_LE: Tensor, chosen_LE: Tensor, told: Routing, changed_L: Tensor | None, balance: Tensor
     ) -> None:
-        counted = counted_L.double()
+        """A prompt that is computed once for several sequences counts in each: how they are dealt changes nothing."""
+        times_L = told.times_L.double()
         entropy_L = torch.special.entr(logits_LE.softmax(-1, torch.float32)).sum(-1)
-        tokens = counted.sum()
-        given, changed = (tokens, counted @ changed_L.double()) if changed_L is not None else (0 * tokens, 0 * tokens)
-        others = torch.stack([counted @ entropy_L.double(), tokens, given, changed, balance.double()])
-        sums = torch.cat([counted @ chosen_LE.double(), others])
+        given = changed = torch.zeros_like(balance, dtype=torch.float64)
+        if told.told_L is not None and changed_L is not None:
+            given, changed = times_L @ told.told_L.double(), times_L @ changed_L.double()
+        others = torch.stack([times_L @ entropy_L.double(), times_L.sum(), given, changed, balance.double()])
+        sums = torch.cat([times_L @ chosen_LE.double(), others])
         self._sums = sums if self._sums is None else self._sums + sums
 
     @property
@@ -306,8 +309,8 @@ def routing_metrics(sums: Sequence[float], experts: int, aux_loss_coef: float) -
 
     ``moe/load_max``: tokens of the fullest expert over those of the mean expert; ``moe/idle_experts``: experts of a
     layer without a token; ``moe/router_entropy``: entropy of a router's distribution in nats; where experts were given
-    ``moe/replay_changed``: share of tokens for which the router would have chosen others; where it has a weight
-    ``loss/balance`` (``balance_loss``).
+    ``moe/replay_changed``: share of those tokens for which the router would have chosen others; where it has a weight
+    ``loss/balance`` (``balance_loss``). Tokens are those of whole sequences, prompts included.
     """
     table_YS = torch.tensor(sums, dtype=torch.float64).view(-1, experts + len(_SUMS))
     counts_YE = table_YS[:, :experts]

@@ -218,12 +218,14 @@ class SharedPrompts:
 
 class Routing(NamedTuple):
     """What the routers of a mixture of experts are told of the tokens that this rank computes (of its piece of them
-    under sequence parallelism): which count in metrics, and, if they are given, the experts of those. For all others,
-    padding and last tokens among them, routers choose. The micro-batch's tokens ``own_H``, of its rows ``row_H``, are
-    these tokens ``seen_H``: one that is computed once for several rows is in each. ``weight_B``: of each row in the
-    loss that balances the load, before its tokens' number; None: there is no such loss."""
+    under sequence parallelism): how many of the micro-batch's tokens each of them is, 0 of padding; and, if experts are
+    given, those of the tokens ``told_L``. For all others, padding and last tokens among them, routers choose. The
+    micro-batch's tokens ``own_H``, of its rows ``row_H``, are these tokens ``seen_H``: one that is computed once for
+    several rows is in each. ``weight_B``: of each row in the loss that balances the load, before its tokens' number;
+    None: there is no such loss."""
 
-    counted_L: Tensor  # bool
+    times_L: Tensor  # int64
+    told_L: Tensor | None  # bool
     experts_LYK: Tensor | None  # uint8 or int16
     own_H: Tensor  # int64
     row_H: Tensor  # int64
@@ -368,15 +370,16 @@ def _routing(
     seen_M = number_P[places_M] - piece * each
     own_H = ((seen_M >= 0) & (seen_M < each)).nonzero().squeeze(1)
     seen = own_H, torch.arange(len(batch)).repeat_interleave(batch.lengths_B)[own_H], seen_M[own_H]
+    times_L = torch.bincount(seen[2], minlength=each) * int(batch.responses.tokens > 0)
     if batch.experts_MYK is None:
-        return Routing(torch.isin(own_L, places_M) & (batch.responses.tokens > 0), None, *seen)
+        return Routing(times_L, None, None, *seen)
     place_M = torch.cat([torch.arange(length) for length in batch.lengths_B.tolist()])
     told_B = batch.lengths_B if batch.told_B is None else batch.told_B
     told_M = place_M < told_B.repeat_interleave(batch.lengths_B)
     source_P = torch.full((last + 1,), -1)
     source_P[places_M[told_M]] = told_M.nonzero().squeeze(1)
     source_L = source_P[own_L]
-    return Routing(source_L >= 0, batch.experts_MYK[source_L.clamp(min=0)], *seen)
+    return Routing(times_L, source_L >= 0, batch.experts_MYK[source_L.clamp(min=0)], *seen)
 
 
 def share_prompts(batch: SequenceBatch, ends: Sequence[int], repeated: Sequence[int]) -> SharedPrompts:

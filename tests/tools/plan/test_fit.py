@@ -92,6 +92,8 @@ def test_a_mixture_is_laid_out_over_its_experts_too():
     said = refusal("qwen3-30b-a3b", 8, megatron__tensor_parallel_size=1, **options)
     assert "got 1 * 1 on 8 ranks, megatron.expert_parallel_size 1, with which training takes" in said
     assert re.search(r"leave the sizes out, .* or use megatron: {.*expert_parallel_size: \d", said)
+    said = refusal("qwen3-30b-a3b", 8, ds__lora__rank=4, ds__lora__target_modules="up_proj", **options)
+    assert said.endswith("got up_proj; adapters of a mixture's experts are not built"), "and no plan is made of it"
 
 
 def dry_run(task: Task, capsys: pytest.CaptureFixture[str], **options: object) -> tuple[int, str, str]:
