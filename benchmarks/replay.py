@@ -5,10 +5,10 @@
 
 mismatch  a random mixture (8 experts, 2 for a token, 2 layers) in bf16, three steps of the training command with
           experts over two ranks, twice with the same seeds: train.routing_replay off and rollout
-learning  configs/quickstart.yaml with fewer steps, on three seeds, from three policies: the quickstart's own, and a
-          mixture of 8 experts, 2 for a token, of the same active width and the same warm start, without replay and with
-          it, experts over two ranks. Seeds are those of sampling and of the order of prompts. A finished run is kept in
-          --work.
+learning  configs/quickstart.yaml with fewer steps, on three seeds, from three policies of the quickstart's warm start:
+          its own, a dense Qwen3, and a Qwen3 of 8 experts, 2 for a token, of the same active width. Experts are over
+          two ranks, without replay and with it, in fp32 and in bf16. Seeds are those of sampling and of the order of
+          prompts. A finished run is kept in --work.
 """
 
 from __future__ import annotations
@@ -41,13 +41,18 @@ SETTINGS = {
     "megatron.tensor_parallel_size": 1, "megatron.expert_parallel_size": 2, "megatron.param_dtype": "bf16",
     "rollout.max_new_tokens": 40, "data.max_len": 128, "train.full_determinism_enable": "true",
 }  # fmt: skip
-STEPS, SEEDS, LAST = 20, (1, 2, 3), 5  # of a run; its last steps
+STEPS, PROMPTS, SEEDS = 20, 32, (1, 2, 3)  # prompts of a step: the quickstart's
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2}
-EXPERTS = {"megatron.expert_parallel_size": 2}
+OFF = {"megatron.expert_parallel_size": 2, "train.routing_replay": "off"}
+REPLAYED = OFF | {"train.routing_replay": "rollout"}
+BF16 = {"megatron.param_dtype": "bf16"}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {  # the policy, and options
-    "dense": ("dense", {}),
-    "mixture": ("mixture", EXPERTS | {"train.routing_replay": "off"}),
-    "mixture, replayed": ("mixture", EXPERTS | {"train.routing_replay": "rollout"}),
+    "dense, the quickstart's": ("dense", {}),
+    "dense": ("dense_qwen3", {}),
+    "mixture": ("mixture", OFF),
+    "mixture, replayed": ("mixture", REPLAYED),
+    "mixture in bf16": ("mixture", OFF | BF16),
+    "mixture in bf16, replayed": ("mixture", REPLAYED | BF16),
 }
 GAUGES = ("mismatch/mean_abs", "kl/rollout_max_abs", "moe/replay_changed", "moe/load_max", "grad_norm", "time/step")
 
@@ -123,12 +128,14 @@ def table() -> str:
 def measure_learning(work: Path) -> None:
     """Writes the record."""
     work.mkdir(parents=True, exist_ok=True)
-    policies = {"dense": toy_policy.build_model, "mixture": untrained_mixture}
+    policies = {
+        "dense": toy_policy.build_model, "dense_qwen3": untrained_dense, "mixture": untrained_mixture,
+    }  # fmt: skip
     for name, untrained in policies.items():
         if not (work / name).exists():
             warm_start(work / name, untrained)
-    prompts = STEPS * 32
-    toy_task.write_task(work / "data", train_size=prompts, heldout_size=512, seed=toy_policy.PolicySettings.seed)
+    settings = toy_policy.PolicySettings()
+    toy_task.write_task(work / "data", seed=settings.seed, largest_value=settings.largest_value)
     found = {
         "what": "the quickstart's policy and a mixture of the same active width learn, without replay and with it",
         **record.environment(*PACKAGES),
@@ -142,21 +149,38 @@ def measure_learning(work: Path) -> None:
 
 def untrained_mixture(settings: toy_policy.PolicySettings, tokenizer: Any) -> Any:
     """As ``toy_policy.build_model``, with an MLP's width divided among the experts of a token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    width = settings.intermediate_size // MIXTURE["num_experts_per_tok"]
+    more = {"moe_intermediate_size": width, "norm_topk_prob": True, **MIXTURE}
+    return _untrained(Qwen3MoeConfig, Qwen3MoeForCausalLM, settings, tokenizer, more)
+
+
+def untrained_dense(settings: toy_policy.PolicySettings, tokenizer: Any) -> Any:
+    """As ``untrained_mixture``, without experts."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    more = {"intermediate_size": settings.intermediate_size}
+    return _untrained(Qwen3Config, Qwen3ForCausalLM, settings, tokenizer, more)
+
+
+def _untrained(
+    config: Any, model: Any, settings: toy_policy.PolicySettings, tokenizer: Any, more: Mapping[str, Any]
+) -> Any:
     import torch
-    from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import GenerationConfig
 
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = Qwen3MoeConfig(
+    shape = config(
         vocab_size=len(tokenizer), hidden_size=settings.hidden_size, num_hidden_layers=settings.layers,
-        moe_intermediate_size=settings.intermediate_size // MIXTURE["num_experts_per_tok"], norm_topk_prob=True,
         num_attention_heads=settings.heads, num_key_value_heads=settings.kv_heads,
         head_dim=settings.hidden_size // settings.heads, max_position_embeddings=settings.max_positions,
-        initializer_range=settings.initializer_range, tie_word_embeddings=False, bos_token_id=None, **ids, **MIXTURE,
+        initializer_range=settings.initializer_range, tie_word_embeddings=False, bos_token_id=None, **ids, **more,
     )  # fmt: skip
     torch.manual_seed(settings.seed)
-    model = Qwen3MoeForCausalLM(config)
-    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
-    return model
+    made = model(shape)
+    made.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ids)
+    return made
 
 
 def warm_start(folder: Path, untrained: Any) -> None:
@@ -178,14 +202,14 @@ def warm_start(folder: Path, untrained: Any) -> None:
 def learn(name: str, seed: int, work: Path) -> dict[str, Any]:
     """A run's accuracy: of samples at every step, and on held-out problems before and after; means of gauges."""
     policy, options = ARMS[name]
-    out = work / f"{name.replace(', ', '_')}_{seed}"
+    out = work / f"{name.replace(',', '').replace(' ', '_')}_{seed}"
     metrics = out / "metrics.jsonl"
     records = read(metrics)
     if [each["step"] for each in records[-1:]] != [STEPS]:
         train({
             "actor.model_name_or_path": work / policy, "data.prompt_dataset": work / "data/train.jsonl",
-            "eval.dataset": work / "data/heldout.jsonl", "eval.steps": STEPS, "train.seed": seed,
-            "reward.remote_url": record.ROOT / "examples/python/reward_arithmetic.py",
+            "data.max_samples": STEPS * PROMPTS, "eval.dataset": work / "data/heldout.jsonl", "eval.steps": STEPS,
+            "train.seed": seed, "reward.remote_url": record.ROOT / "examples/python/reward_arithmetic.py",
             "ckpt.output_dir": out, "ckpt.path": out / "checkpoints", **options,
         }, "--config", "configs/quickstart.yaml")  # fmt: skip
         records = read(metrics)
@@ -206,21 +230,26 @@ def read(metrics: Path) -> list[dict[str, Any]]:
 def learning() -> str:
     """For docs/algorithms.md."""
     found = json.loads(LEARNING.read_text())
+    settings = found["settings"]
     lines = [
-        "| policy | held-out accuracy before | after | samples of all steps | of the last "
-        f"{LAST} | mean abs dlogp of policy and engine |",
+        f"The quickstart's task, {settings['steps']} steps, {len(settings['seeds'])} seeds: means, and the range in "
+        "parentheses ([record](../benchmarks/results/replay_learning_cpu.json)). The mixture has "
+        f"{settings['mixture']['num_experts']} experts, {settings['mixture']['num_experts_per_tok']} for a token, and "
+        "the dense policy's active width. Both are made by the quickstart's warm start.",
+        "",
+        "| policy | held-out accuracy before | after | of the samples of all steps "
+        "| mean abs dlogp of policy and engine | other experts |",
         "|---|---|---|---|---|---|",
     ]
     for name, runs in found["arms"].items():
-        before, after = ([run["heldout"][place] for run in runs] for place in (0, -1))
-        whole, last = ([statistics.fmean(run["accuracy"][-n:]) for run in runs] for n in (STEPS, LAST))
-        numbers = [*map(spread, (before, after, whole, last)), f"{statistics.fmean(mismatches(runs)):.2g}"]
-        lines.append(f"| {' | '.join([name, *numbers])} |")
+        curves = [run["heldout"] for run in runs]
+        before, after = [curve[0] for curve in curves], [curve[-1] for curve in curves]
+        whole = [statistics.fmean(run["accuracy"]) for run in runs]
+        off = statistics.fmean(run["mismatch/mean_abs"] for run in runs)
+        changed = statistics.fmean(run.get("moe/replay_changed", 0.0) for run in runs)
+        numbers = [*map(spread, (before, after, whole)), f"{off:.2g}"]
+        lines.append(f"| {' | '.join([name, *numbers])} | {f'{changed:.2%}' if 'replayed' in name else '-'} |")
     return "\n".join(lines)
-
-
-def mismatches(runs: Sequence[Mapping[str, Any]]) -> list[float]:
-    return [run["mismatch/mean_abs"] for run in runs]
 
 
 def spread(values: Sequence[float]) -> str:

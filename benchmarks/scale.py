@@ -367,7 +367,7 @@ def environment(args: argparse.Namespace) -> dict[str, Any]:
     return {**record.environment("torch"), "variables": DRIVER, "settings": settings}
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=16384, help="completions of the step")
     parser.add_argument("--group_size", type=int, default=16, help="completions per prompt")
@@ -385,7 +385,11 @@ def main() -> None:
     parser.add_argument("--replay", type=int, metavar="BYTES", help="of experts a token (default: not measured)")
     parser.add_argument("--replay_sequences", type=int, default=1024, help="completions with --replay")
     parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
     os.environ.update(DRIVER)
     found = {"environment": environment(args)}
     quarter = in_a_process(args, args.sequences // 4 // args.group_size * args.group_size)
