@@ -68,10 +68,15 @@ MEASURES: dict[str, tuple[str, ...]] = {
         "openrlhf_ext/megatron/model/experts.py", "openrlhf_ext/megatron/step/batch.py",
         "openrlhf_ext/rollout/scheduler.py", "patches/vllm_moe.py",
     ),
+    "replay_learning_cpu.json": (
+        *_TOY, "openrlhf_ext/megatron/model/experts.py", "openrlhf_ext/megatron/step/batch.py",
+        "openrlhf_ext/rollout/scheduler.py", "patches/vllm_moe.py",
+    ),
     "report_cpu.json": ("openrlhf_ext/tools/report",),
     "scale_cpu.json": (
-        "openrlhf_ext/driver/experience.py", "openrlhf_ext/driver/scoring.py", "openrlhf_ext/rollout/response.py",
-        "openrlhf_ext/megatron/step/batch.py", "openrlhf_ext/algorithms/batch.py",
+        "openrlhf_ext/driver/experience.py", "openrlhf_ext/driver/scoring.py", "openrlhf_ext/driver/rollouts.py",
+        "openrlhf_ext/rollout/response.py", "openrlhf_ext/megatron/step/batch.py",
+        "openrlhf_ext/megatron/step/dealing.py", "openrlhf_ext/algorithms/batch.py",
     ),
     "shared_prompts_cpu.json": (
         "openrlhf_ext/megatron/model", "openrlhf_ext/megatron/step/batch.py", "openrlhf_ext/megatron/step/dealing.py",
