@@ -23,10 +23,10 @@ def test_a_step_has_every_stage_and_says_what_travels() -> None:
 
 @pytest.mark.slow
 def test_experts_stay_in_the_store_until_a_checkpoint_wants_them() -> None:
-    """100 MB of experts: the process grows by less than a fifth of them, and by all of them when it notes its state."""
+    """100 MB of experts: the process grows by less than a fifth of them, and by all of them for a checkpoint."""
     args = arguments("--mean_length", "4096", "--longest", "8192", "--replay", "384", "--replay_sequences", "64")
     found = scale.replay(args)
     without, told = found["without"], found["with"]
     experts = told["tokens"] * args.replay
     assert told["peak_bytes"] - without["peak_bytes"] < 0.2 * experts
-    assert told["note"]["own_bytes"] > 0.9 * experts > experts / 2 > without["note"]["own_bytes"]
+    assert told["checkpoint"]["own_bytes"] > 0.9 * experts > experts / 2 > without["checkpoint"]["own_bytes"]
