@@ -326,7 +326,8 @@ def text() -> str:
     return record.wrapped(
         f"`train.routing_replay rollout` adds little to the driver's memory: with {told['sequences']:,} sequences, "
         f"{told['tokens']:,} tokens, and {found['bytes_per_token']} bytes of experts a token, its resident peak in a "
-        f"step changes by {round(100 * found['growth'], 1) + 0.0:+.1f} % from {found['without']['peak_bytes'] / gib:.2f} GiB "
+        f"step changes by {round(100 * found['growth'], 1) + 0.0:+.1f} % "  # + 0.0: no "-0.0"
+        f"from {found['without']['peak_bytes'] / gib:.2f} GiB "
         "([benchmarks/results/scale_cpu.json](../benchmarks/results/scale_cpu.json)): references travel, and the "
         f"{told['tokens'] * found['bytes_per_token'] / gib:.1f} GiB stay in Ray's store. A checkpoint with groups that "
         "wait for training is the exception: the driver fetches their experts. If all of these waited, it would make a "
