@@ -59,7 +59,7 @@ GAUGES = ("mismatch/mean_abs", "kl/rollout_max_abs", "moe/replay_changed", "moe/
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("runs/replay"), help="folder of the runs")
+    parser.add_argument("--work", type=Path, default=Path("runs/replay"), help="folder of the runs; mismatch/ in it must be new")
     parser.add_argument("--only", choices=["mismatch", "learning"], help="one of the records")
     arguments = parser.parse_args()
     for name, measure in (("mismatch", measure_mismatch), ("learning", measure_learning)):
@@ -235,7 +235,7 @@ def learning() -> str:
         f"The quickstart's task, {settings['steps']} steps, {len(settings['seeds'])} seeds: means, and the range in "
         "parentheses ([record](../benchmarks/results/replay_learning_cpu.json)). The mixture has "
         f"{settings['mixture']['num_experts']} experts, {settings['mixture']['num_experts_per_tok']} for a token, and "
-        "the dense policy's active width. Both are made by the quickstart's warm start.",
+        "the dense policy's active width. All start from the quickstart's warm start.",
         "",
         "| policy | held-out accuracy before | after | of the samples of all steps "
         "| mean abs dlogp of policy and engine | other experts |",

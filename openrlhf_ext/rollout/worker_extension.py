@@ -56,6 +56,7 @@ _AT_ONCE = 1 << 24
 _AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 """Kernels that take experts as they are loaded (fused_moe/oracle/unquantized.py:329)."""
 _SCORES = "compute_topk_scores"
+_EXPERT = re.compile(r"(.+)\.(\d+)\.(\w+)\.weight")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 QUALIFIED_NAME = "openrlhf_ext.rollout.worker_extension.WeightSyncExtension"
 
@@ -188,7 +189,8 @@ class _Place(NamedTuple):
 
 
 class HeldWeights:
-    """Where a worker's model holds the tensors of a plan, to sum their bits after an update.
+    """Where a worker's model holds the tensors of a plan, to sum their bits after an update, and to load the experts of
+    a layer together.
 
     vLLM fuses tensors into one parameter (q, k and v; gate and up; all experts of a layer), cuts parameters into
     shards, holds keys and values several times where there are more workers than heads, and pads vocabularies. What is
@@ -205,7 +207,7 @@ class HeldWeights:
             for fused, parts in getattr(model, "packed_modules_mapping", {}).items()
             for part in parts
         }
-        found = {name: self._expert(*_split(name)) for name, _, _ in plan.tensors}
+        found = {name: self._expert(name) for name, _, _ in plan.tensors}
         self._experts = {name: expert for name, expert in found.items() if expert is not None}
         self._held: dict[str, _Place] = {}
         self._processed: dict[str, _Place] = {}
@@ -273,7 +275,7 @@ class HeldWeights:
         return bit_sum(held)
 
     def _place(self, name: str) -> _Place | None:
-        path, parameter = _split(name)
+        path, _, parameter = name.rpartition(".")
         return self._direct(path, parameter) or self._part_of_fused(path, parameter) or self._of_expert(name)
 
     def _can_sum(self, values: Tensor, spec: Spec) -> bool:
@@ -338,12 +340,11 @@ class HeldWeights:
         start = half if part == "w3" else 0
         return _Place(layer, "w13_weight", (number, slice(start, start + width), slice(hidden)), (width, hidden))
 
-    def _expert(self, path: str, parameter: str) -> tuple[RoutedExperts, int, str] | None:
+    def _expert(self, name: str) -> tuple[RoutedExperts, int, str] | None:
         """The layer, the expert's number and vLLM's word for the part, if the worker has all experts of the layer."""
-        experts, _, name = path.rpartition(".")
-        parent, _, number = experts.rpartition(".")
-        layer = self._modules.get(f"{parent}.routed_experts")
-        if not isinstance(layer, RoutedExperts) or not number.isdecimal() or parameter != "weight":
+        found = _EXPERT.fullmatch(name)
+        layer: Any = self._modules.get(f"{found[1]}.routed_experts") if found else None
+        if found is None or not isinstance(layer, RoutedExperts):
             return None
         # of several workers each may have some; a quantization may have other names
         if layer.local_num_experts != layer.global_num_experts or not hasattr(layer, "w13_weight"):
@@ -351,12 +352,7 @@ class HeldWeights:
         parts = {
             layer.ckpt_gate_proj_name: "w1", layer.ckpt_up_proj_name: "w3", layer.ckpt_down_proj_name: "w2",
         }  # fmt: skip
-        return (layer, int(number), parts[name]) if name in parts else None
-
-
-def _split(name: str) -> tuple[str, str]:
-    path, _, parameter = name.rpartition(".")
-    return path, parameter
+        return (layer, int(found[2]), parts[found[3]]) if found[3] in parts else None
 
 
 def _load_experts(layer: RoutedExperts, part: str, experts: Sequence[Tensor]) -> None:

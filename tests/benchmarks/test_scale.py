@@ -25,7 +25,7 @@ def test_a_step_has_every_stage_and_says_what_travels() -> None:
 
 @pytest.mark.slow
 def test_experts_stay_in_the_store_until_a_checkpoint_wants_them() -> None:
-    """100 MB of experts: by less than a fifth of them grows the process with what travels, with a checkpoint by all."""
+    """100 MB of experts: what travels adds less than a fifth of them to the process, a checkpoint adds all."""
     args = arguments("--mean_length", "4096", "--longest", "8192", "--replay", "384")
     found = scale.in_a_process(args, 64, args.replay)
     experts = found["tokens"] * args.replay
