@@ -59,7 +59,8 @@ GAUGES = ("mismatch/mean_abs", "kl/rollout_max_abs", "moe/replay_changed", "moe/
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("runs/replay"), help="folder of the runs; mismatch/ in it must be new")
+    folder = "folder of the runs; mismatch/ in it must be new"
+    parser.add_argument("--work", type=Path, default=Path("runs/replay"), help=folder)
     parser.add_argument("--only", choices=["mismatch", "learning"], help="one of the records")
     arguments = parser.parse_args()
     for name, measure in (("mismatch", measure_mismatch), ("learning", measure_learning)):
