@@ -90,6 +90,7 @@ class SabotagedEngine(RolloutEngine):
     """An engine whose failures can be switched on."""
 
     forget_to_reset = False
+    halted = False
     events: list[Any] | None = None
 
     async def note_events(self) -> list[Any] | None:
@@ -103,7 +104,15 @@ class SabotagedEngine(RolloutEngine):
         if level == 2:
             await self.llm.collective_rpc(lose_weights)
 
+    async def halt(self) -> None:
+        """Until it takes weights: what is in flight now is then, too."""
+        self.halted = True
+        await self.pause_generation()
+
     async def receive_weights(self, version: int) -> Receipt:
+        if self.halted:
+            self.halted = False
+            await self.resume_generation()
         receipt = await super().receive_weights(version)
         if self.events is not None:
             self.events.append(f"update {version}")

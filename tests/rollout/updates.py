@@ -18,7 +18,7 @@ from openrlhf_ext.rollout.sync.base import Link
 from openrlhf_ext.rollout.sync.plan import Bucket, BucketPlan, Receipt, bit_sum, together, words
 from openrlhf_ext.rollout.sync.sender import SendReport, WeightSender
 from openrlhf_ext.rollout.sync.stream import Fill, WeightReceiver
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, until
 
 T = TypeVar("T")
 
@@ -155,6 +155,25 @@ def send_together(senders: list[WeightSender], fill: Fill, version: int) -> Send
     with ThreadPoolExecutor() as pool:
         sums = list(pool.map(lambda sender: sender.stream(fill, version), senders))
     return senders[0].finish(version, [sum(each) for each in zip(*sums, strict=True)])
+
+
+def halted_in_flight(engine: Any, ask: Callable[[], list[Any]]) -> list[Any]:
+    """What ``ask`` asked of a `tiny.SabotagedEngine`, which has sampled some tokens for each and stands still until it
+    takes weights. Asked again if all end before, so it does not matter how fast it is."""
+    asked: list[Any] = []
+
+    def halted() -> bool:
+        if len(ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else []) == len(asked):
+            asked[:] = ask()
+        ray.get(engine.halt.remote(), timeout=PATIENCE_S)
+        sampled = ray.get(engine.sampled_tokens.remote(), timeout=PATIENCE_S).values()
+        if len(sampled) == len(asked) and min(sampled) > 0:
+            return True
+        ray.get(engine.resume_generation.remote(), timeout=PATIENCE_S)
+        return False
+
+    until(halted, "requests in flight")
+    return asked
 
 
 def all_hold(engines: list[Any], version: int) -> bool:

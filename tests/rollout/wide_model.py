@@ -33,6 +33,7 @@ from tests.cluster import start_local_ray
 from tests.megatron.parity import WeightedLogprob
 from tests.patience import PATIENCE_S, until
 from tests.rollout import tiny
+from tests.rollout.updates import halted_in_flight
 
 VOCAB = 49_152
 TOLERANCE = RunConfig(megatron={"param_dtype": "bf16"}).probe_tolerance
@@ -156,8 +157,7 @@ def through_a_sync_and_a_kill(wide: Wide, batch: SequenceBatch, weights_N: torch
     def sampled() -> int:
         return sum(ray.get(wide.engine.sampled_tokens.remote(), timeout=PATIENCE_S).values())
 
-    running = [wide.engine.generate.remote(PROMPT, asked(200)) for _ in range(4)]
-    until(lambda: sampled() > 8, "they have begun")
+    running = halted_in_flight(wide.engine, lambda: [wide.engine.generate.remote(PROMPT, asked(200)) for _ in range(4)])
     wide.update(batch, weights_N)
     outputs = ray.get(running, timeout=PATIENCE_S)
     spans = [output.outputs[0].weight_versions for output in outputs]
