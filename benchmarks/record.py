@@ -163,10 +163,11 @@ def write(path: Path, found: dict[str, Any]) -> None:
 
 def holds(path: Path, why: str) -> None:
     """Writes into a record why its numbers are the same with the files as they are now, behind the reasons of earlier
-    changes: one may say of what the numbers are."""
+    changes: one may say of what the numbers are. A reason that is there already is not repeated."""
     record = json.loads(path.read_text())
-    earlier = [record["still_holds"]["why"]] if "still_holds" in record else []
-    record["still_holds"] = {"why": " ".join([*earlier, why]), "measures": digests(MEASURES[path.name])}
+    earlier = record.get("still_holds", {"why": ""})["why"]
+    reasons = earlier if why in earlier else f"{earlier.rstrip('.')}. {why}" if earlier else why
+    record["still_holds"] = {"why": reasons, "measures": digests(MEASURES[path.name])}
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -36,8 +36,8 @@ def test_a_record_is_not_older_than_what_it_measures(name):
 def test_why_a_record_still_holds_keeps_the_reasons_of_earlier_changes(tmp_path):
     path = tmp_path / COMMITTED[0]
     path.write_text(json.dumps({"commit": "of then"}))
-    record.holds(path, "Other messages.")
-    record.holds(path, "Other names.")
+    for why in ("Other messages.", "Other names.", "Other messages."):
+        record.holds(path, why)
     assert json.loads(path.read_text())["still_holds"]["why"] == "Other messages. Other names."
 
 

@@ -163,7 +163,9 @@ def halted_in_flight(engine: Any, ask: Callable[[], list[Any]]) -> list[Any]:
     asked: list[Any] = []
 
     def halted() -> bool:
-        if len(ray.wait(asked, num_returns=len(asked), timeout=0)[0] if asked else []) == len(asked):
+        unfinished = asked and ray.wait(asked, num_returns=len(asked), timeout=0)[1]
+        if not unfinished:
+            ray.get(asked)  # raises what an engine that fails at them would raise for ever
             asked[:] = ask()
         ray.get(engine.halt.remote(), timeout=PATIENCE_S)
         sampled = ray.get(engine.sampled_tokens.remote(), timeout=PATIENCE_S).values()

@@ -31,7 +31,7 @@ from openrlhf_ext.rollout.response import EngineDied
 from openrlhf_ext.rollout.sync.plan import WeightSyncMismatch
 from tests.cluster import start_local_ray
 from tests.megatron.parity import WeightedLogprob
-from tests.patience import PATIENCE_S, until
+from tests.patience import PATIENCE_S
 from tests.rollout import tiny
 from tests.rollout.updates import halted_in_flight
 
@@ -151,19 +151,18 @@ def at_another_temperature(logprobs: Any, batch: SequenceBatch, temperature: flo
 def through_a_sync_and_a_kill(wide: Wide, batch: SequenceBatch, weights_N: torch.Tensor) -> dict[str, Any]:
     """Requests of an engine in a process of its own go on through a sync; they end with an error when it is killed."""
 
-    def asked(tokens: int) -> SamplingParams:
-        return SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=1.0, logprobs=1)
+    def in_flight(requests: int) -> list[Any]:
+        params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=1.0, logprobs=1)
+        return halted_in_flight(
+            wide.engine, lambda: [wide.engine.generate.remote(PROMPT, params) for _ in range(requests)]
+        )
 
-    def sampled() -> int:
-        return sum(ray.get(wide.engine.sampled_tokens.remote(), timeout=PATIENCE_S).values())
-
-    running = halted_in_flight(wide.engine, lambda: [wide.engine.generate.remote(PROMPT, asked(200)) for _ in range(4)])
+    running = in_flight(4)
     wide.update(batch, weights_N)
     outputs = ray.get(running, timeout=PATIENCE_S)
     spans = [output.outputs[0].weight_versions for output in outputs]
     info = ray.get(wide.engine.process_info.remote(), timeout=PATIENCE_S)
-    last = wide.engine.generate.remote(PROMPT, asked(200))
-    until(lambda: sampled() > 0, "it has begun")
+    (last,) = in_flight(1)
     children = psutil.Process(info["pid"]).children(recursive=True)
     for child in children:
         os.kill(child.pid, signal.SIGKILL)
