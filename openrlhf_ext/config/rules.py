@@ -60,7 +60,9 @@ def check_supervised(config: SupervisedConfig) -> Findings:
     """Every rule of supervised fine-tuning."""
     found = check_sections(config)
     chat = config.data.apply_chat_template and config.data.tokenizer_chat_template is None
-    rules = (trained_layout, recomputation, precision.parameters, output_violations, example_violations)
+    rules = (
+        trained_layout, optimizer_on_host, recomputation, precision.parameters, output_violations, example_violations,
+    )  # fmt: skip
     of_rules = [violation for rule in rules for violation in rule(config)]
     if config.fp8.rollout_enable:
         of_rules.append(Violation(("fp8.rollout_enable",),
@@ -130,6 +132,14 @@ def nodes(config: RunConfig) -> Iterator[Violation]:
         yield Violation(("megatron.tensor_parallel_size", "actor.num_gpus_per_node"),
             f"megatron.tensor_parallel_size must not exceed actor.num_gpus_per_node, every layer would wait for the "
             f"network: got {tp} and {per_node}; use megatron.pipeline_parallel_size between nodes")
+
+
+def optimizer_on_host(config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
+    """Adam's states wait in host memory as the distributed optimizer shares them out."""
+    name = "megatron.distributed_optimizer_enable"
+    if config.ds.optimizer_on_host and not config.megatron.distributed_optimizer_enable:
+        yield Violation(("ds.adam_offload", name),
+            f"ds.adam_offload needs {name}, which is the default: got false; leave one of the two out")
 
 
 def recomputation(config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
@@ -438,8 +448,8 @@ def two_names(config: RunConfig) -> Iterator[Violation]:
 
 Rule = Callable[[RunConfig], Iterator[Violation]]
 LAYOUT_RULES: tuple[Rule, ...] = (
-    trained_layout, samples_of_ranks, profiled_ranks, critic_layout, nodes, recomputation, precision.parameters,
-    colocation, reference, guide, reward_model,
+    trained_layout, samples_of_ranks, profiled_ranks, critic_layout, nodes, optimizer_on_host, recomputation,
+    precision.parameters, colocation, reference, guide, reward_model,
 )  # fmt: skip
 """Those that ask how models and engines are laid out."""
 RULES: tuple[Rule, ...] = (

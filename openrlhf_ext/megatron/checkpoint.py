@@ -50,6 +50,8 @@ from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel
 from openrlhf_ext.megatron.policy import MegatronModel
 from openrlhf_ext.megatron.settings import KNOWN
+from openrlhf_ext.megatron.step.host_optimizer import HostOptimizer
+from openrlhf_ext.megatron.step.optimizer import single_optimizers
 from openrlhf_ext.megatron.watchdog import wait_for_all
 
 logger = logging.getLogger(__name__)
@@ -130,13 +132,7 @@ def optimizer_ranges(optimizer: MegatronOptimizer | None) -> dict[int, Optimizer
     """State of the parameters that this rank updates, by ``id`` of the model's parameter; zeros before the first step.
     Names are those of the inner optimizer (``exp_avg``, ``exp_avg_sq``), and ``master`` for the fp32 copy of a
     parameter of less precision."""
-    return {id(p): r for part in _single_optimizers(optimizer) for p, r in _ranges(part)}
-
-
-def _single_optimizers(optimizer: MegatronOptimizer | None) -> list[MegatronOptimizer]:
-    if optimizer is None:
-        return []
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    return {id(p): r for part in single_optimizers(optimizer) for p, r in _ranges(part)}
 
 
 def _ranges(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, OptimizerRange]]:
@@ -144,6 +140,9 @@ def _ranges(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, OptimizerRan
     if inner is None:  # a rank without parameters of its kind
         return
     for parameter, main, start in _main_parameters(optimizer):
+        if isinstance(inner, HostOptimizer):
+            yield parameter, OptimizerRange(start, start + main.numel(), inner.tensors(main))
+            continue
         state = _initialized(inner, main)
         tensors = {name: t.view(-1) for name, t in state.items() if name != "step"}
         if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
@@ -191,7 +190,7 @@ def _steps_in_state(inner: torch.optim.Optimizer) -> bool:
 def optimizer_step(optimizer: MegatronOptimizer | None) -> int:
     """Updates made so far. Raises CheckpointError: parameters differ in it."""
     steps = set()
-    for inner in (part.optimizer for part in _single_optimizers(optimizer)):
+    for inner in (part.optimizer for part in single_optimizers(optimizer)):
         if inner is not None and _steps_in_state(inner):
             steps |= {int(state["step"]) for state in inner.state.values() if "step" in state}
         elif inner is not None:
@@ -202,7 +201,7 @@ def optimizer_step(optimizer: MegatronOptimizer | None) -> int:
 
 
 def set_optimizer_step(optimizer: MegatronOptimizer | None, step: int) -> None:
-    for inner in (part.optimizer for part in _single_optimizers(optimizer)):
+    for inner in (part.optimizer for part in single_optimizers(optimizer)):
         if inner is not None and _steps_in_state(inner):
             for state in inner.state.values():
                 state["step"] = torch.tensor(float(step))  # one each: torch advances them one by one
@@ -259,7 +258,7 @@ def _own_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
     layout, rank = model.settings.layout, dist.get_rank()
     copy, place = layout.copy(rank), layout.place(rank)
     ranges = optimizer_ranges(model.optimizer)
-    distributed = any(isinstance(part, DistributedOptimizer) for part in _single_optimizers(model.optimizer))
+    distributed = any(isinstance(part, DistributedOptimizer) for part in single_optimizers(model.optimizer))
     if copy == place.tensor == 0:
         yield from _converter_pieces(model)
     for i, block in enumerate(parameter_blocks(model)):

@@ -93,7 +93,8 @@ class MegatronCritic(ValueDecoder):
         metrics = self.accumulate_gradients(batch, targets)
         if not math.isfinite(metrics["loss/value"]):
             raise NonFiniteUpdateError(f"the critic's train step gave the loss {metrics['loss/value']}")
-        return metrics | {f"value/{name}": number for name, number in self.optimizer_step(more).items()}
+        step = self.optimizer_step(more).items()
+        return metrics | {f"value/{name.removeprefix('update/')}": number for name, number in step}
 
     def accumulate_gradients(self, batch: SequenceBatch, targets: ValueTargets) -> dict[str, float]:
         self.zero_grad()

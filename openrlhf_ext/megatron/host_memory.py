@@ -27,6 +27,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from openrlhf_ext.megatron.layers import LayerConverter
+from openrlhf_ext.megatron.step.host_optimizer import HostOptimizer
+from openrlhf_ext.megatron.step.optimizer import single_optimizers
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +141,9 @@ class ModelStates:
         elif kind == "gradients":
             yield from (buffer.grad_data for buffer in buffers)
         elif self._optimizer is not None:
-            for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+            for part in single_optimizers(self._optimizer):
+                if isinstance(part.optimizer, HostOptimizer):
+                    continue  # they are there already
                 for group in part.param_groups:
                     yield from (parameter.data for parameter in group["params"])
                 for state in part.optimizer.state.values():

@@ -35,6 +35,7 @@ from openrlhf_ext.megatron.step.optimizer import (
     build_scheduler,
     gradient_norms,
     gradient_squares,
+    host_optimizers,
 )
 from openrlhf_ext.megatron.step.schedule import Schedule, TokenValues, gather_tokens, one, planned_rows
 
@@ -96,7 +97,9 @@ class MegatronModel(BuiltModel):
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: OptimizerParamScheduler | None = None
         if settings.optimizer is not None:
-            self.optimizer = build_optimizer(self.models, settings.optimizer, settings.megatron, self.dtype)
+            self.optimizer = build_optimizer(
+                self.models, settings.optimizer, settings.megatron, self.dtype, settings.adam_offload
+            )
             self.scheduler = build_scheduler(self.optimizer, settings.optimizer, settings.updates)
             self.config.grad_scale_func = self.optimizer.scale_loss
             self.config.no_sync_func = no_sync(self.models)
@@ -152,7 +155,8 @@ class MegatronModel(BuiltModel):
 
     def optimizer_step(self, more: bool = False) -> dict[str, float]:
         """One update with the gradients of a schedule; the schedule moves first, so that no update is lost to rate 0.
-        Returns ``grad_norm`` (before clipping) and ``lr``. ``more``: another train step follows. With
+        Returns ``grad_norm`` (before clipping), ``lr`` and, where Adam's states wait in host memory, this rank's
+        ``update/stream_seconds``. ``more``: another train step follows. With
         ``megatron.overlap_param_gather`` its forward pass gathers the new parameters, and until then only a schedule
         may read them. Raises NonFiniteUpdateError: the gradient norm is not finite; no parameter has moved.
         """
@@ -164,6 +168,8 @@ class MegatronModel(BuiltModel):
             self.gather_parameters()
         if self.average is not None:
             self.average.update()
+        if on_host := host_optimizers(optimizer):
+            metrics["update/stream_seconds"] = sum(each.take_seconds() for each in on_host)
         return metrics
 
 

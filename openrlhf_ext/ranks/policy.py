@@ -102,7 +102,8 @@ class PolicyActor(TrainedActor):
         states = 0
         for of_all, copies in ((True, settings.layout.copies), (False, settings.layout.expert_copies)):
             entries = sum(p.numel() for p in trained if getattr(p, "allreduce", True) == of_all)
-            states += state_bytes(entries, trained[0].element_size(), copies if distributed else 1)
+            shards = copies if distributed else 1
+            states += state_bytes(entries, trained[0].element_size(), shards, settings.adam_offload)
         states += sum(p.nbytes for p in self._parameters if not p.requires_grad)
         states += self.policy.kept_bytes
         staging = 2 * self.publisher.plan.largest_frame
@@ -128,10 +129,13 @@ class PolicyActor(TrainedActor):
 
     def weight_digest(self) -> str:
         """Fingerprint of this rank's weights, and of what the optimizer updates. Not a collective."""
+        from openrlhf_ext.megatron.step.optimizer import host_optimizers  # Megatron: see ranks/actor.py
+
         self.reload_states()
         weights, optimizer = self._parameters, self.policy.optimizer
         groups = optimizer.param_groups if optimizer is not None else []
-        return digest(weights + [p for group in groups for p in group["params"]])
+        masters = [master for each in host_optimizers(optimizer) for master in each.masters]
+        return digest(weights + [p for group in groups for p in group["params"]] + masters)
 
     @phase("forward")
     @timed("logprob")

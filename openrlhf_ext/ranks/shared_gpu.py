@@ -86,8 +86,8 @@ def device_bytes() -> int | None:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
-def state_bytes(parameters: int, itemsize: int, replicas: int) -> int:
+def state_bytes(parameters: int, itemsize: int, replicas: int, on_host: bool) -> int:
     """Parameters, fp32 gradients and Adam's states, over so many replicas, of a rank; fp32 parameters are their own
-    master weights."""
-    optimizer = 8 if itemsize == 4 else 12
+    master weights. ``on_host``: Adam's states are in host memory."""
+    optimizer = 0 if on_host else 8 if itemsize == 4 else 12
     return parameters * (itemsize + 4) + optimizer * parameters // replicas

@@ -185,6 +185,10 @@ METRICS = (
     Metric("time/idle_engines", "s", "the engines were idle: neither generating nor grading, mean over the engines"),
     Metric("time/wait_sync", "s",
         "without partial rollouts: the weight sync waited for the groups in flight; part of `time/sync`"),
+    Metric("update/stream_seconds", "s",
+        "rank 0, `ds.adam_offload`: of one update, Adam's states between host memory and GPU and its arithmetic; mean "
+        "over the updates of the step"),
+    Metric("value/stream_seconds", "s", "the same of the critic"),
     Metric("offload/freed_mib", "MiB",
         "rank 0, `ds.enable_sleep`: device memory that the step's offloads gave back (on CPU: bytes of storages that "
         "could be emptied)"),

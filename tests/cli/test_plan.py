@@ -144,12 +144,12 @@ def test_a_size_on_the_command_line_is_kept(tmp_path, capsys, given):
 
 def test_what_plan_does_not_use_is_said(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("megatron: {tensor_parallel_size: 8}\nds: {ring_attn_size: 2}\n")
-    assert plan.main([*SEVEN, "--config", str(tmp_path / "run.yaml"), "--gpus", "8", "--ds.adam_offload"]) == 0
+    assert plan.main([*SEVEN, "--config", str(tmp_path / "run.yaml"), "--gpus", "8", "--ds.deepcompile"]) == 0
     said = capsys.readouterr().out
     unless = "unless the command line gives them: megatron.tensor_parallel_size 8"
     assert f"not used, because plan chooses them {unless}" in said
     assert "ds.ring_attn_size 2 is read as megatron.context_parallel_size 2" in said
-    assert "ds.adam_offload is not an option of the Megatron policy: optimizer states stay on the GPU" in said
+    assert "ds.deepcompile is not an option of the Megatron policy: DeepSpeed does not run the policy" in said
     assert "now: the layout" not in said, "there is no such row: other GPUs are configured"
 
 
@@ -174,6 +174,7 @@ def test_what_may_help_is_what_plan_finds_with_it(tmp_path, capsys):
         "policy and engines on the same GPUs": [*run, *shared, "--gpus", "8"], "16 H100": [*run, "--gpus", "16"],
         "dynamic batches": [*run, *dynamic, "--gpus", "8"], "both": [*run, *shared, *dynamic, "--gpus", "8"],
         "adapters instead of all weights": [*run, "--ds.lora.rank", "16", "--gpus", "8"],
+        "Adam's states in host memory": [*run, "--ds.adam_offload", "--gpus", "8"],
         "8 H200": [*run, "--gpus", "8", "--gpu", "H200"], "8 B200": [*run, "--gpus", "8", "--gpu", "B200"],
         "megatron.pipeline_parallel_size left to plan": [*SEVEN, "--gpus", "8"],
     }  # fmt: skip
@@ -192,6 +193,7 @@ def test_where_nothing_fits_it_says_what_closes_the_gap(capsys):
     found = levers(error)
     assert found["policy and engines on the same GPUs"] == "lacks 0.1 GiB"
     assert found["adapters instead of all weights"].startswith("fits, ") and found["8 A100-40"].startswith("fits, ")
+    assert found["Adam's states in host memory"].startswith("fits, ")
     assert plan.main([*run, "--gpu", "A100-40", "--ds.lora.rank", "16"]) == 0
 
 

@@ -54,6 +54,18 @@ def test_micro_batches_of_log_probs_are_idle_where_nobody_computes_any(load):
         assert load(*size, *scored).warnings == ()
 
 
+def test_adams_states_in_host_memory_are_those_of_the_distributed_optimizer(problems, load):
+    offload = ("--ds.adam_offload", "true")
+    (message,) = problems(*offload, "--megatron.distributed_optimizer_enable", "false")
+    assert message == (
+        "ds.adam_offload needs megatron.distributed_optimizer_enable, which is the default: got false; leave one of "
+        "the two out"
+    )
+    adapted = load(*offload, "--ds.lora.rank", "4")
+    assert not adapted.ds.optimizer_on_host and load(*offload).ds.optimizer_on_host
+    assert any(line.startswith("ds.adam_offload has no effect with ds.lora.*") for line in adapted.warnings)
+
+
 def test_interleaving_needs_pipeline_stages(problems):
     assert any("needs megatron.pipeline_parallel_size > 1: got 2 and 1" in message for message in
                problems("--megatron.virtual_pipeline_size", "2"))  # fmt: skip

@@ -79,7 +79,7 @@ def test_a_run_killed_in_a_sync_and_a_save_continues_as_if_never_killed(tmp_path
     assert job.finish() == 0, job.text
 
     hold_after(task, 3)
-    job = Job(options(task, "cut", **COLOCATED), tmp_path / "cut1.log")
+    job = Job(options(task, "cut", "--ds.adam_offload", **COLOCATED), tmp_path / "cut1.log")
     job.wait_until((tmp_path / "held3").exists, "the fourth generation")
     ranks = policy_ranks(job)
     hold_after(task, 4)
@@ -98,7 +98,7 @@ def test_a_run_killed_in_a_sync_and_a_save_continues_as_if_never_killed(tmp_path
 
     (tmp_path / "hold").unlink()
     damage(tmp_path / f"cut_ckpt/global_step{last}/policy/rank00001.safetensors")
-    resume = ("--ckpt.load_enable", "--ckpt.fallback_enable", "--ckpt.async_enable")
+    resume = ("--ckpt.load_enable", "--ckpt.fallback_enable", "--ckpt.async_enable", "--ds.adam_offload")
     job = Job(options(task, "cut", *resume), tmp_path / "cut3.log")
     assert job.finish() == 0, job.text
     assert "rank00001.safetensors is corrupted" in job.text and "going back to the checkpoint before it" in job.text
@@ -122,6 +122,8 @@ def assert_same_run(task: Task) -> None:
     steps = [record["step"] for record in whole]
     assert steps == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6], "training, and an evaluation at the start and every second step"
     assert [record["step"] for record in cut] == steps
+    streamed = [record["step"] for record in cut if record.get("update/stream_seconds", 0.0) > 0]
+    assert {1, 2, 3, 6} <= set(streamed), "Adam's states waited in host memory but in the second part of the run"
     for expected, got in zip(whole, cut, strict=True):
         for name in EVALUATIONS if "eval/accuracy" in expected else EXACT:
             assert got[name] == expected[name], (got["step"], name)

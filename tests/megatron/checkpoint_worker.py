@@ -18,6 +18,7 @@ from openrlhf_ext.megatron.critic import MegatronCritic, ValueTargets
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.megatron.step import host_optimizer
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.megatron.step.dealing import balance_rows
 from openrlhf_ext.options.sections import Actor, Adam, Critic, CriticAdam, Megatron, Rollout, Train
@@ -38,7 +39,9 @@ def build(case: dict) -> MegatronPolicy | MegatronCritic:
     settings = ModelSettings(
         case["model"], layout, megatron, Rollout(micro_batch_size=3), steps,
         optimizer=trained(adam=adam(lr=1e-2, eps=1e-3), lr_warmup_ratio=0.3), updates=8,
+        adam_offload=case.get("on_host", False),
     )  # fmt: skip
+    host_optimizer._BLOCK = 1000  # of some thousand entries
     initialize_distributed(layout, PATIENCE_S, 1234)
     return MegatronCritic(settings) if case.get("critic") else MegatronPolicy(settings)
 
@@ -51,9 +54,16 @@ def train(model: MegatronPolicy | MegatronCritic, batch: SequenceBatch, weights_
     if isinstance(model, MegatronCritic):
         tokens = torch.tensor(len(weights_N))
         targets = ValueTargets(torch.zeros_like(weights_N), weights_N, batch.responses, tokens).select(rows)
-        return [model.train_step(mine, targets) for _ in range(steps)]
+        return [timed(model, model.train_step(mine, targets)) for _ in range(steps)]
     shaped = WeightedLogprob(weights_N, batch.responses).select(rows)
-    return [model.train_step(mine, shaped, shaped) for _ in range(steps)]
+    return [timed(model, model.train_step(mine, shaped, shaped)) for _ in range(steps)]
+
+
+def timed(model: MegatronPolicy | MegatronCritic, step: dict[str, float]) -> dict[str, float]:
+    """The metrics of a step without the seconds in which states passed over the device, where they did."""
+    name = "value/stream_seconds" if isinstance(model, MegatronCritic) else "update/stream_seconds"
+    assert (step.pop(name, 0.0) > 0) == model.settings.adam_offload
+    return step
 
 
 def exported(policy: MegatronPolicy | MegatronCritic) -> dict[str, torch.Tensor]:

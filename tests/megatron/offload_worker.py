@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -9,6 +11,7 @@ from megatron.core import parallel_state
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.host_memory import KINDS, ModelStates
 from openrlhf_ext.megatron.policy import MegatronPolicy
+from openrlhf_ext.megatron.step import host_optimizer
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.megatron.step.dealing import balance_rows
 from tests.megatron.parity import WeightedLogprob, settings
@@ -22,7 +25,9 @@ def run_cases(cases: list[dict], batch: SequenceBatch, weights_N: torch.Tensor) 
         policy_settings = settings(case, dist.get_world_size() if dist.is_initialized() else case["world_size"])
         initialize_distributed(policy_settings.layout, PATIENCE_S, 1234)
         plain = train(MegatronPolicy(policy_settings), batch, weights_N, swaps=False)
-        swapped = train(MegatronPolicy(policy_settings), batch, weights_N, swaps=True)
+        host_optimizer._BLOCK = 1000
+        on_host = dataclasses.replace(policy_settings, adam_offload=case.get("on_host_with_swaps", False))
+        swapped = train(MegatronPolicy(on_host), batch, weights_N, swaps=True)
         results.append({"plain": plain, "swapped": swapped})
         parallel_state.destroy_model_parallel()
     return results
@@ -41,6 +46,7 @@ def train(policy: MegatronPolicy, batch: SequenceBatch, weights_N: torch.Tensor,
         result["logprobs"].append(policy.logprobs(mine).logprobs_N)  # needs the parameters only
         states.reload()
         result["steps"].append(policy.train_step(mine, shaped, shaped))
+        assert (result["steps"][-1].pop("update/stream_seconds", 0.0) > 0) == policy.settings.adam_offload
         if swaps:
             states.offload("gradients", "optimizer")
     result["weights"] = {name: tensor.clone() for name, tensor in policy.export()}
@@ -72,5 +78,6 @@ def allocated(policy: MegatronPolicy) -> int:
     for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
         tensors += [p.data for group in part.param_groups for p in group["params"]]
         tensors += [p.grad for group in part.param_groups for p in group["params"] if p.grad is not None]
-        tensors += [v for state in part.optimizer.state.values() for v in state.values() if v.dim() > 0]
+        if not policy.settings.adam_offload:  # else they are no part of the device's memory
+            tensors += [v for state in part.optimizer.state.values() for v in state.values() if v.dim() > 0]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

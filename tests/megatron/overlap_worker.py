@@ -1,4 +1,5 @@
-"""What the ranks of the overlap test run: the same training with communication beside computation and without."""
+"""What the ranks of the overlap test run: the same training with communication beside computation, or Adam's states in
+host memory, and without."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from megatron.core import parallel_state
 
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.policy import MegatronPolicy
+from openrlhf_ext.megatron.step import host_optimizer
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from tests.megatron.parity import WeightedLogprob, deal, settings
 from tests.patience import PATIENCE_S
@@ -21,10 +23,12 @@ def run_cases(cases: list[dict], world_size: int, batch: SequenceBatch, weights_
             times (patches/megatron_cpu.py); made here to be seen every time.
     """
     dist.ProcessGroup.all_gather_single_coalesced = _must_not_be_called
+    host_optimizer._BLOCK = 777
     results = []
     for case in cases:
         # no clipping: the order in which squares of gradients are added up depends on the buckets
-        plain, overlapped = (settings(part, world_size, max_norm=0.0) for part in ({**case, "overlap": {}}, case))
+        simple = {**case, "overlap": {}, "on_host": False}
+        plain, overlapped = (settings(part, world_size, max_norm=0.0) for part in (simple, case))
         initialize_distributed(plain.layout, PATIENCE_S, 1234)
         results.append(
             {

@@ -1,4 +1,4 @@
-"""A checkpoint written in one layout continues in every other as if nothing had happened."""
+"""A checkpoint written in one layout continues in every other as if nothing had happened, wherever Adam's states wait."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ def two_ranks(models, batch, tmp_path_factory):
     overlap = untied | {"overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 2000}}
     jobs = [
         ("save", untied | {"tp": 2, "sp": True}, root / "tp2"),
-        ("load", untied | {"tp": 2, "sp": True}, root / "tp2"),
+        ("load", untied | {"tp": 2, "sp": True, "on_host": True}, root / "tp2"),
         ("load", untied | {"pp": 2}, root / "tp2"),
         ("load", untied, root / "tp2"),
         ("save", tied | {"pp": 2, "distributed": False}, root / "pp2"),
         ("load", tied | {"pp": 2, "distributed": False}, root / "pp2"),
         ("load", tied | {"tp": 2, "distributed": True}, root / "pp2"),
-        ("save", bf16, root / "dp2"),
+        ("save", bf16 | {"on_host": True}, root / "dp2"),
         ("load", bf16, root / "dp2"),
         ("load", bf16 | {"pp": 2, "distributed": False}, root / "dp2"),
         ("load", {"model": models["other"], "tp": 2}, root / "tp2"),
         ("load", bf16, root / "tp2"),
         ("save", tied | {"tp": 2, "critic": True}, root / "critic"),
-        ("load", tied | {"pp": 2, "critic": True}, root / "critic"),
+        ("load", tied | {"pp": 2, "critic": True, "on_host": True}, root / "critic"),
         ("load", untied | {"cp": 2}, root / "tp2"),
         ("load", untied | {"pp": 2, "vp": 2}, root / "tp2"),
         ("save", overlap, root / "overlap"),
-        ("load", overlap, root / "overlap"),
+        ("load", overlap | {"on_host": True}, root / "overlap"),
         ("load", untied, root / "overlap"),
-        ("save", overlap | {"ema": True}, root / "ema"),
+        ("save", overlap | {"ema": True, "on_host": True}, root / "ema"),
         ("load", overlap | {"ema": True}, root / "ema"),
         ("load", untied | {"tp": 2, "ema": True}, root / "ema"),
         ("load", untied | {"tp": 2, "ema": True}, root / "tp2"),
@@ -73,9 +73,9 @@ def two_ranks(models, batch, tmp_path_factory):
         ("save", untied | {"pp": 2, "ends": (3, None)}, root / "uneven"),
         ("load", untied | {"pp": 2, "ends": (3, None)}, root / "uneven"),
         ("load", untied | {"pp": 2, "vp": 2}, root / "uneven"),
-        ("save", mixture | {"ep": 2}, root / "mixture"),
+        ("save", mixture | {"ep": 2, "on_host": True}, root / "mixture"),
         ("load", mixture | {"ep": 2}, root / "mixture"),
-        ("load", mixture | {"pp": 2}, root / "mixture"),
+        ("load", mixture | {"pp": 2, "on_host": True}, root / "mixture"),
         ("load", mixture | {"tp": 2, "sp": True, "distributed": False}, root / "mixture"),
         ("load", mixture | {"cp": 2, "ep": 2, "ema": True}, root / "mixture"),
     ]

@@ -1,4 +1,5 @@
-"""Communication beside computation changes nothing: updates, log-probs and weights are the same to the last bit."""
+"""Communication beside computation, and Adam's states in host memory, change nothing: updates, log-probs and weights are
+the same to the last bit."""
 
 from __future__ import annotations
 
@@ -16,19 +17,23 @@ SMALL = {"ddp_bucket_size": 2000}  # parameters: a few layers' worth of this mod
 CASES = {
     2: [
         {"distributed_optimizer": True, "overlap": BOTH},
-        {"distributed_optimizer": True, "overlap": {**BOTH, **SMALL}},
+        {"distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "on_host": True},
         {"distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "lopsided": True},
-        {"tied": True, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "dtype": "bf16"},
+        {"tied": True, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "dtype": "bf16", "on_host": True},
         {"tied": True, "overlap": {**GRADIENTS, **SMALL}, "lopsided": True, "recompute": {"recompute": "full"}},
         {"cp": 2, "max_tokens": 12, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "head": "two_pass"},
+        {"cp": 2, "max_tokens": 12, "distributed_optimizer": True, "overlap": {}, "dtype": "bf16", "on_host": True},
         {"distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "head": "two_pass", "micro_batch_size": 1},
         {"mixture": True, "ep": 2, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "lopsided": True},
+        {"mixture": True, "ep": 2, "distributed_optimizer": True, "overlap": {}, "dtype": "bf16", "on_host": True},
     ],
     4: [
-        {"pp": 2, "vp": 2, "micro_batch_size": 1, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}},
+        {"pp": 2, "vp": 2, "micro_batch_size": 1, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL},
+         "dtype": "bf16", "on_host": True},
         {"tied": True, "pp": 2, "micro_batch_size": 1, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}},
-        {"tp": 2, "sp": True, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}},
-        {"mixture": True, "ep": 2, "tp": 2, "sp": True, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}},
+        {"tp": 2, "sp": True, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL}, "on_host": True},
+        {"mixture": True, "ep": 2, "tp": 2, "sp": True, "distributed_optimizer": True, "overlap": {**BOTH, **SMALL},
+         "on_host": True},
     ],
 }  # fmt: skip
 

@@ -204,12 +204,15 @@ def test_a_resumed_run_ends_in_the_same_bits(task, monkeypatch, capsys):
     status, said = dry_run(capsys, *saved[-1], "--data.max_samples", "5", "--ds.lora.alpha", "3")
     assert status == 2 and said.startswith("2 problems in the configuration") and "other examples" in said
     assert re.search(r"ds.lora.alpha [\d.]+, here 3", said), said
-    again = [*damaged, "--ckpt.load_enable", "--ckpt.fallback_enable", "--train.max_tokens_per_gpu", "99"]
+    again = [*damaged, "--ckpt.load_enable", "--ckpt.fallback_enable", "--train.max_tokens_per_gpu", "99",
+             "--ds.adam_offload"]  # fmt: skip
     said = task.train(1, *(words + ["--ckpt.load_enable"] for words in saved), again)
     for name, like in {"bf16_saved": "bf16", "fp8_saved": "fp8", "lora_saved": "lora", "damaged": "bf16"}.items():
         assert digest(task.folder / name) == wanted[like]
         steps = [record["step"] for record in task.metrics(name) if "loss/sft" in record]
         assert steps == list(range(1, len(steps) + 1)), "the repeated steps are there once"
+    streamed = [record["step"] for record in task.metrics("damaged") if record.get("update/stream_seconds", 0.0) > 0]
+    assert streamed == [5, 6], "steps after the checkpoint had Adam's states in host memory"
     assert f"{newest} is truncated" in said and "going back to the checkpoint before it" in said
     assert "resuming with another train.max_tokens_per_gpu: 99, it was 16192" in said
     assert (task.folder / "damaged/superseded.1/model.safetensors").read_bytes() == b"of an earlier run"

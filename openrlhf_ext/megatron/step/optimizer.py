@@ -15,6 +15,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.step.host_optimizer import HostOptimizer
 from openrlhf_ext.options.sections.models import Actor, Megatron, Optimizer
 
 # OpenRLHF's (transformers') schedule names -> Megatron's decay style
@@ -37,9 +38,10 @@ class NoGradientError(RuntimeError):
 
 
 def build_optimizer(
-    models: list[torch.nn.Module], options: Optimizer, megatron: Megatron, dtype: torch.dtype
+    models: list[torch.nn.Module], options: Optimizer, megatron: Megatron, dtype: torch.dtype, on_host: bool = False
 ) -> MegatronOptimizer:
-    """Adam over DDP-wrapped model chunks; fp32 master weights where parameters are bf16."""
+    """Adam over DDP-wrapped model chunks; fp32 master weights where parameters are bf16. ``on_host``: its states wait
+    in host memory (``HostOptimizer``)."""
     adam = options.adam
     config = OptimizerConfig(
         optimizer="adam",
@@ -55,10 +57,27 @@ def build_optimizer(
         use_distributed_optimizer=megatron.distributed_optimizer_enable,
         overlap_param_gather=megatron.overlap_param_gather,
     )
+    # without it the distributed optimizer keeps master weights of its own, and hands gradients over as ``grad``
+    # (megatron-core 0.16.1 optimizer/distrib_optimizer.py:378, 2411)
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = on_host
     optimizer = get_megatron_optimizer(config, models, use_gloo_process_groups=False)
+    for part in single_optimizers(optimizer) if on_host else ():
+        if part.optimizer is not None:
+            part.optimizer = HostOptimizer(part.optimizer)
     # what its step asks for before it clips and moves anything (megatron-core 0.16.1 optimizer/optimizer.py:1314)
     optimizer.get_grad_norm = partial(_finite_norm, optimizer.get_grad_norm)
     return optimizer
+
+
+def single_optimizers(optimizer: MegatronOptimizer | None) -> list[MegatronOptimizer]:
+    """Those that Megatron has chained: of experts, and of all else. A rank without parameters of a kind has an inner
+    optimizer of None there."""
+    return [] if optimizer is None else list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def host_optimizers(optimizer: MegatronOptimizer | None) -> list[HostOptimizer]:
+    inner = [part.optimizer for part in single_optimizers(optimizer)]
+    return [each for each in inner if isinstance(each, HostOptimizer)]
 
 
 def _finite_norm(norm: Callable[[], float]) -> float:

@@ -232,7 +232,7 @@ class Costs:
     def clock(self) -> Clock:
         gpu, given = GPUS[self.gpu_name], int((self.config.megatron.gpu_memory_gib or 0) * GIB)
         gpu = dataclasses.replace(gpu, memory=self.device_memory or given or gpu.memory)
-        return Clock(gpu, self.shape, self.work, self.sent, self.assumed)
+        return Clock(gpu, self.shape, self.work, self.sent, self.assumed, self.config.ds.optimizer_on_host)
 
     # ---- one layout ---------------------------------------------------------------------------------------------
 
@@ -258,8 +258,9 @@ class Costs:
         critic = models.critic.parts if models.critic else None
         found = moments(config, self.sent, engines.parts, models.policy.parts, critic, models.frozen)
         short = max(0, engines.lacking, *(moment.total - memory for moment in found))
+        on_its_gpus = models.critic if config.train.colocate_all else None
         return Candidate(
-            options, models.policy, engines, found, host_memory(config, models.policy, engines.pool),
+            options, models.policy, engines, found, host_memory(config, models.policy, engines.pool, on_its_gpus),
             config.gpu_memory_utilization, self.clock.concurrency(engines), memory, short,
             None if short else self._seconds(models, engines),
         )  # fmt: skip

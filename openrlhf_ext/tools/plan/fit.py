@@ -31,7 +31,7 @@ from openrlhf_ext.options.sections import Actor, Advantage, Algo, Data, DeepSpee
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.tools.plan.candidate import SHARE, Candidate, PlanError, order, with_options
 from openrlhf_ext.tools.plan.memory import GIB, TOTAL, Moment
-from openrlhf_ext.tools.plan.search import ENDS, EXPERTS, SIZES, Planner
+from openrlhf_ext.tools.plan.search import ENDS, EXPERTS, HOST, SIZES, Planner
 from openrlhf_ext.tools.plan.seconds import GPUS, card
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,13 @@ def _gpu_here() -> Device | None:
         return None
     name, memory = found
     return Device(f"this machine's {name}", memory, card(name) or _ASSUMED)
+
+
+def _memory_here() -> int:
+    """Bytes that this machine, or the container, gives its processes."""
+    from ray._common.utils import get_system_memory  # looks at control groups too; a second to import
+
+    return get_system_memory()
 
 
 def _ask_cuda(sender: Connection) -> None:
@@ -207,7 +214,7 @@ def as_run(config: SupervisedConfig) -> RunConfig:
         actor=Actor(model_name_or_path=config.model_path).model_copy(update=ranks),
         megatron=config.megatron, fp8=config.fp8, train=Train(**dict(config.train)),
         rollout=Rollout(micro_batch_size=config.train.micro_batch_size), data=Data(max_len=config.data.max_len),
-        ds=DeepSpeed(lora=config.ds.lora), weight_sync=WeightSync(bucket_mib=1),
+        ds=DeepSpeed(lora=config.ds.lora, adam_offload=config.ds.adam_offload), weight_sync=WeightSync(bucket_mib=1),
         algo=Algo(advantage=Advantage(estimator="grpo")),
     )  # fmt: skip
 
@@ -216,7 +223,9 @@ def findings(config: RunConfig | SupervisedConfig) -> Findings:
     """For ``load(rules=...)``: states that exceed a GPU; what ``megatron.layout auto`` came to."""
     if isinstance(config, SupervisedConfig):
         found = _laid_out(as_run(config))
-        return Findings(() if found is None else tuple(_rank_too_large(*found, _SUPERVISED)), ())
+        if found is None:
+            return Findings((), ())
+        return Findings((*_rank_too_large(*found, _SUPERVISED), *_host_too_small(found[1])), ())
     if config.megatron.layout == "auto":
         later = (
             "megatron.layout auto: the sizes are chosen once the model's config.json is here, at the start of the run"
@@ -224,7 +233,7 @@ def findings(config: RunConfig | SupervisedConfig) -> Findings:
         return Findings((), (later,))
     if (found := _laid_out(config)) is None:
         return Findings((), ())
-    violations = (*_engine_too_large(*found[1:]), *_rank_too_large(*found, {}))
+    violations = (*_engine_too_large(*found[1:]), *_rank_too_large(*found, {}), *_host_too_small(found[1]))
     is_chosen = any(source.startswith(CHOSEN) for source in config.sources.values())
     return Findings(violations, (_chosen(config, *found[1:]),) if is_chosen and not violations else ())
 
@@ -321,23 +330,48 @@ def _rank_too_large(
         f"{_remedy(config, device, called)}{device.remedy}")  # fmt: skip
 
 
+def _host_too_small(laid_out: Candidate) -> Iterator[Violation]:
+    """Where this machine has the run's GPUs, and so the memory in which Adam's states are to wait."""
+    config, host = laid_out.policy.config, Moment("host memory of a node", laid_out.host)
+    if not config.ds.optimizer_on_host or _gpu_here() is None or host.total <= (there := _memory_here()):
+        return
+    copied = ", leave ckpt.async_enable out" if config.ckpt.async_enable and config.ckpt.saves else ""
+    yield Violation(("ds.adam_offload", "actor.num_nodes", *(("ckpt.async_enable",) if copied else ())),
+        f"ds.adam_offload: the ranks of a node would keep {host.total / GIB:.1f} GiB in its host memory "
+        f"({_shown(host)}), and this machine has {there / GIB:.1f}; use more nodes{copied}, or leave ds.adam_offload "
+        "out")
+
+
 def _remedy(config: RunConfig, device: Device, called: Mapping[str, str]) -> str:
     """Sizes that fit, or more GPUs."""
     cuts = (*SIZES, *EXPERTS, *ENDS, "megatron.sequence_parallel_enable", "megatron.virtual_pipeline_size")
-    free, factor = _unset(config, cuts), 1
+    free, factor, on_host = _unset(config, cuts), 1, _on_host(config, device)
     while factor * config.world_size <= _MOST_GPUS:
         counts = _on_more(free, factor) if factor > 1 else {}
         more = with_options(free, counts)
         if (options := _search(_planner(more, device), "fits")) is not None:
             sizes = _written(with_options(more, options), options)
             if factor == 1:
-                return f"leave the sizes out, so that megatron.layout auto chooses them, or use {sizes}"
+                return f"leave the sizes out, so that megatron.layout auto chooses them, or use {sizes}{on_host}"
             told = {name: count for name, count in counts.items() if count > 1 or not called}
             said = ", ".join(f"{called.get(name, name)} {count}" for name, count in told.items())
-            return f"no layout of these GPUs fits; {said} with {sizes} would do"
+            return f"no layout of these GPUs fits; {said} with {sizes} would do{on_host}"
         factor *= 2
     shared = f", add ds.enable_sleep and vllm.enable_sleep, or lower {SHARE}" if config.engines_share_gpus else ""
-    return f"no layout fits, nor do more GPUs help: shorten data.max_len{shared}"
+    return f"no layout fits, nor do more GPUs help: shorten data.max_len{shared}{on_host}"
+
+
+def _on_host(config: RunConfig, device: Device) -> str:
+    """That Adam's states in host memory make it fit, if they do."""
+    cuts = (*SIZES, *EXPERTS, *ENDS)
+    for tried in (config, _unset(config, cuts)):
+        if config.ds.lora.enabled or config.ds.adam_offload:
+            break
+        if _search(_planner(with_options(tried, HOST), device), "fits") is not None:
+            return "; it fits with ds.adam_offload too, which keeps the optimizer states in host memory" + (
+                "" if tried is config else ", and the sizes left out"
+            )
+    return ""
 
 
 def _on_more(config: RunConfig, factor: int) -> dict[str, int]:
@@ -408,6 +442,9 @@ def _places(config: RunConfig) -> Iterator[str]:
 def _memory_lines(laid_out: Candidate, gpu: str) -> Iterator[str]:
     yield f"memory of the fullest GPU, of {laid_out.memory / GIB:.1f} GiB of {gpu}; sums, nothing was allocated:"
     yield from (f"  {one.doing} {one.total / GIB:.1f}: {_shown(one)}" for one in laid_out.moments)
+    if laid_out.policy.config.ds.optimizer_on_host:
+        host = Moment("host memory of a node", laid_out.host)
+        yield f"  {host.doing} {host.total / GIB:.1f}: {_shown(host)}"
 
 
 def _shown(moment: Moment) -> str:

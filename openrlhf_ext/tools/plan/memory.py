@@ -26,6 +26,7 @@ from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.weight_map import Cut, hf_tensors, layer_shards, shard_shape, stage_rules
 from openrlhf_ext.megatron.settings import layer_converters
+from openrlhf_ext.megatron.step.host_optimizer import BLOCK_BYTES
 from openrlhf_ext.options.sections import Megatron
 from openrlhf_ext.ranks.shared_gpu import RESERVE_BYTES, Parts, shared_parts
 
@@ -39,13 +40,15 @@ distributed/param_and_grad_buffer.py:637, 647)."""
 
 @dataclass(frozen=True)
 class States:
-    """What a rank holds of the model and its optimizer; bytes, but for ``parameters``."""
+    """What a rank holds of the model and its optimizer on the device; bytes, but for ``parameters``. ``on_host``: of
+    the optimizer in host memory (``ds.adam_offload``)."""
 
     parameters: int
     weights: int
     gradients: int
     optimizer: int
     copies: int
+    on_host: int = 0
 
     @property
     def total(self) -> int:
@@ -71,12 +74,14 @@ class StateOptions:
         param_bytes: 2 (bf16, with fp32 master weights) or 4.
         distributed: Adam's states are divided over the ranks that hold the same parameters.
         bucket_size: in parameters, where gradients are reduced during the backward pass; None = one bucket.
+        on_host: Adam's states wait in host memory.
     """
 
     param_bytes: int = 2
     distributed: bool = True
     bucket_size: int | None = None
     converters: tuple[LayerConverter, ...] = ()
+    on_host: bool = False
 
 
 @cache
@@ -124,7 +129,8 @@ def rank_states(shape: ModelShape, layout: ParallelLayout, stage: int, options: 
         buffers.append(_buffers(shape, layout, stage, options, layout.expert_copies, True))
     length, owned = sum(length for length, _ in buffers), [shares for _, shares in buffers]
     optimizer = _largest_share(layout, stage, *owned) * (12 if size == 2 else 8)
-    return States(parameters, length * size, length * GRADIENT_BYTES, optimizer, copies)
+    here, there = (0, optimizer) if options.on_host else (optimizer, 0)
+    return States(parameters, length * size, length * GRADIENT_BYTES, here, copies, there)
 
 
 def _stage_parameters(
@@ -344,7 +350,7 @@ REWARD = "reward model"
 """The name of the reward model among frozen models."""
 _WORKING = (
     "activations", "fragments (estimate)", "tokens on their way to experts and back (estimate)",
-    "head: workspace, hidden states and their gradient",
+    "head: workspace, hidden states and their gradient", "Adam's states in passing (ds.adam_offload)",
 )  # fmt: skip
 _FRAGMENTS = 0.1
 """Of the activations: what torch's allocator loses to fragments. An estimate."""
@@ -448,7 +454,9 @@ class TrainedModel:
     def states(self) -> tuple[States, ...]:
         """Of the ranks of each stage."""
         own = self.megatron
-        options = StateOptions(param_bytes(own), own.distributed_optimizer_enable)
+        options = StateOptions(
+            param_bytes(own), own.distributed_optimizer_enable, on_host=self.config.ds.optimizer_on_host
+        )
         if not self.is_critic:
             bucket_size = own.ddp_bucket_size or max(40_000_000, 1_000_000 * self.layout.data_parallel_size)
             converters = layer_converters(self.config, self.shape.family)
@@ -501,7 +509,7 @@ class TrainedModel:
         return max(stages, key=lambda parts: sum(parts[0].values()) + sum(parts[1].values()))
 
     def _working(self, stage: int) -> dict[str, int]:
-        kept, (activated, fragments, exchanged, head) = self.activations(stage, self.megatron), _WORKING
+        kept, (activated, fragments, exchanged, head, passing) = self.activations(stage, self.megatron), _WORKING
         one = self.shape.mlp.exchange_bytes(self._tokens, self.layout, param_bytes(self.config.megatron))
         working = {activated: kept, fragments: int(_FRAGMENTS * kept), **({exchanged: one} if one else {})}
         if stage == len(self.states) - 1 and self.shape.value_head is None:
@@ -509,6 +517,8 @@ class TrainedModel:
             tokens = self._tokens * self.work.response_tokens // self.work.length
             states = tokens * self.shape.hidden_size * 2 * param_bytes(self.config.megatron)
             working[head] = (self.config.megatron.head_workspace_mib << 20) + states
+        if on_host := self.states[stage].on_host:  # all of it, where that is less than the blocks
+            working[passing] = min(BLOCK_BYTES, on_host)
         return working
 
 
@@ -582,13 +592,17 @@ def moments(
 # ---- elsewhere ------------------------------------------------------------------------------------------------------
 
 
-def host_memory(config: RunConfig, policy: TrainedModel, pool: int) -> dict[str, int]:
-    """Of a node, by part, if all its ranks were the fullest. ``pool``: bytes that an engine's worker has in vLLM's pool
-    of weights."""
-    fullest = max(policy.states, key=lambda one: one.weights + one.optimizer)
+def host_memory(config: RunConfig, policy: TrainedModel, pool: int, critic: TrainedModel | None) -> dict[str, int]:
+    """Of a node of the policy, by part, if all its ranks were the fullest. ``pool``: bytes that an engine's worker has
+    in vLLM's pool of weights; ``critic``: one on the policy's GPUs."""
+    fullest = max(policy.states, key=lambda one: one.weights + one.optimizer + one.on_host)
     per_node = config.actor.num_gpus_per_node
     moved = fullest.weights + fullest.optimizer
+    trained = {"": policy, **({" of the critic": critic} if critic else {})}
+    adam = {whose: per_node * max(one.on_host for one in model.states) for whose, model in trained.items()}
+    on_its_way = per_node * moved + adam[""] if config.ckpt.async_enable and config.ckpt.saves else 0
     return _there({
+        **{f"Adam's states{whose} (ds.adam_offload), pinned": size for whose, size in adam.items()},
         "states of sleeping ranks": per_node * moved if config.ds.enable_sleep else 0,
         # vLLM pins block by block, which torch rounds up to powers of two (device_allocator/cumem.py:264)
         "engines asleep (level 1: adapters, evaluations), pinned": (
@@ -596,7 +610,7 @@ def host_memory(config: RunConfig, policy: TrainedModel, pool: int) -> dict[str,
         ),
         "reference policy": per_node * fullest.weights if config.has_reference and not config.ds.lora.enabled else 0,
         "moving average (fp32)": per_node * fullest.gradients if config.train.enable_ema else 0,
-        "checkpoint on its way to disk": per_node * moved if config.ckpt.async_enable and config.ckpt.saves else 0,
+        "checkpoint on its way to disk": on_its_way,
     })  # fmt: skip
 
 

@@ -51,6 +51,8 @@ SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Of a GPU for its engine, tried where the run sets none."""
 SHARING = {"train.colocate_all": True, "ds.enable_sleep": True, "vllm.enable_sleep": True}
 """What policy and engines on the same GPUs take."""
+HOST = {"ds.adam_offload": True}
+"""What a run takes that otherwise lacks memory for its optimizer states."""
 
 DYNAMIC = {"train.dynamic_batch_enable": True}
 _OTHER_GPUS = ("H200", "B200")
@@ -276,7 +278,8 @@ class Planner(Costs):
         for entries, cut in ((self.parameters - of_experts, tp * pp), (of_experts, shared * pp)):
             mean = entries // cut  # the fullest rank holds at least as many
             shards = ranks // cut if self.config.megatron.distributed_optimizer_enable else 1
-            least += mean * size if self.config.ds.lora.enabled else state_bytes(mean, size, shards)
+            states = state_bytes(mean, size, shards, self.config.ds.optimizer_on_host)
+            least += mean * size if self.config.ds.lora.enabled else states
         return least <= self.clock.gpu.memory
 
     # ---- how many GPUs, and what else ---------------------------------------------------------------------------
@@ -325,6 +328,7 @@ class Planner(Costs):
             "policy and engines on the same GPUs": sharing, "dynamic batches": dynamic,
             "both": sharing | dynamic if sharing and dynamic else {},
             "adapters instead of all weights": {} if config.ds.lora.enabled else {"ds.lora.rank": 16},
+            "Adam's states in host memory": {} if config.ds.lora.enabled or config.ds.adam_offload else HOST,
         }  # fmt: skip
         tries = [(f"{what} ({_words(new)})", self.with_(new), gpus) for what, new in changes.items() if new]
         if free:

@@ -89,6 +89,8 @@ def _kind_and_size(name: str) -> tuple[str, int]:
     return "".join(word for word in words if not re.fullmatch(r"\d{2,3}", word)), sizes[0] if sizes else 0
 
 
+NODE_MEMORY = 400
+"""GB/s at which a node's host memory is read and written, by all of its GPUs together. Assumed."""
 EXPERTS_RATE = 0.5
 """Of the rate of a dense layer's products, that of experts' products: many small ones, in a launch for all. Assumed."""
 FP8_GAIN = {"blockwise": 1.40, "current": 1.69, "delayed": 1.75}
@@ -220,13 +222,15 @@ class Sync:
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds of a run's phases on one kind of GPU; ``sent``: bytes of an update of the engines."""
+    """Seconds of a run's phases on one kind of GPU; ``sent``: bytes of an update of the engines; ``on_host``: Adam's
+    states wait in host memory."""
 
     gpu: Gpu
     shape: ModelShape
     work: Workload
     sent: int
     assumed: Assumptions = Assumptions()
+    on_host: bool = False
 
     # ---- rollout ------------------------------------------------------------------------------------------------
 
@@ -416,11 +420,16 @@ class Clock:
         return [(held - experts, layout.copies), (experts, layout.expert_copies)]
 
     def _update(self, model: TrainedModel) -> float:
-        """Gradients reduced, parameters gathered, the optimizer's states read and written."""
+        """Gradients reduced, parameters gathered, the optimizer's states read and written, which those in host memory
+        hide."""
         states, near = model.fullest, model.layout.world_size <= model.near_ranks
         moved = sum(held * (_FP32 + _BF16) * (copies - 1) / copies for held, copies in self._shares(model))
-        touched = 2 * states.optimizer + states.gradients
-        return moved / self._rate(self.gpu.near if near else self.gpu.far) + touched / self._rate(self.gpu.hbm)
+        touched = 2 * (states.optimizer + states.on_host) + states.gradients
+        gathered = moved / self._rate(self.gpu.near if near else self.gpu.far)
+        # both ways at a time: a rank's bus carries each, a node's memory those of all its ranks
+        streamed = states.on_host / self._rate(self.gpu.host)
+        streamed = max(streamed, 2 * model.near_ranks * states.on_host / (NODE_MEMORY * 1e9))
+        return gathered + max(streamed, touched / self._rate(self.gpu.hbm))
 
     def _rate(self, gigabytes: float) -> float:
         return gigabytes * 1e9 * self.assumed.network
@@ -467,6 +476,10 @@ class Clock:
 
     def lines(self) -> list[str]:
         gpu, work, a = self.gpu, self.work, self.assumed
+        streamed = [
+            f"Adam's states pass between host memory and GPU at {a.network:.0%} of the bus's rate, both ways at a "
+            f"time, those of a node at no more than {NODE_MEMORY:g} GB/s (assumed; update/stream_seconds tells a run's)"
+        ]  # fmt: skip
         mixture = [
             f"products of experts reach {EXPERTS_RATE:g} of that rate, and where experts are dealt over ranks the "
             f"fullest rank has {FULLEST_RANK:g} times the mean of the tokens (assumed; moe/load_max tells a run's)"
@@ -483,6 +496,7 @@ class Clock:
             f"{a.attention:.0%}, decoding {a.memory:.0%} of the memory's rate, collectives and copies {a.network:.0%} "
             "of theirs",
             *(mixture if self.shape.num_experts else []),
+            *(streamed if self.on_host else []),
             f"a layer's forward pass of a micro-batch takes {a.launch_us:g} microseconds of the host, and moves "
             f"{a.traffic:g} bytes for each token and hidden entry beside its products",
             f"a decoding step takes {a.layer_us:g} microseconds a layer besides, a message {a.message_us:g}; the "

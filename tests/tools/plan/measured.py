@@ -65,14 +65,21 @@ def run_cases(cases: list[dict], lengths: list[int]) -> list[dict]:
         )
         optimizer = Actor(adam=Adam(lr=1e-3), lr_scheduler="constant")
         initialize_distributed(layout, PATIENCE_S, 1234)
-        policy = MegatronPolicy(ModelSettings(case["model"], layout, megatron, optimizer=optimizer))
+        on_host = case.get("on_host", False)
+        policy = MegatronPolicy(
+            ModelSettings(case["model"], layout, megatron, optimizer=optimizer, adam_offload=on_host)
+        )
         sequences = [torch.randint(2, 60, (length,)) for length in lengths]
         batch = masked_batch(sequences, [torch.ones(len(s) - 1, dtype=torch.long) for s in sequences])
         saved = saved_by(policy, spread(policy.shape, batch))
         policy.optimizer_step()  # Adam makes its moments at the first step
         states = ModelStates(policy.models, policy.optimizer, policy.device)
-        counters = sum(s["step"].nbytes for part in parts_of(policy.optimizer) for s in part.optimizer.state.values())
-        results.append({kind: states.nbytes(kind) for kind in KINDS} | {"counters": counters, "saved": saved})
+        held = [state for part in parts_of(policy.optimizer) for state in part.optimizer.state.values()]
+        counters = 0 if on_host else sum(state["step"].nbytes for state in held)
+        here = sum(tensor.nbytes for state in held for tensor in state.values()) if on_host else 0
+        results.append(
+            {kind: states.nbytes(kind) for kind in KINDS} | {"counters": counters, "saved": saved, "on_host": here}
+        )
         parallel_state.destroy_model_parallel()
     return results
 

@@ -14,6 +14,8 @@ from openrlhf_ext.cli.train_ppo_ray import choice, findings, main
 from openrlhf_ext.config import ConfigError, RunConfig, load_config
 from openrlhf_ext.driver import job
 from openrlhf_ext.tools.plan import fit
+from openrlhf_ext.tools.plan.candidate import with_options
+from openrlhf_ext.tools.plan.memory import GIB
 from openrlhf_ext.tools.plan.search import Planner
 from tests.e2e.jobs import Task
 
@@ -110,7 +112,8 @@ def test_a_70b_script_without_sizes_gets_some_or_is_refused_with_the_gpus_that_w
     code, _, error = dry_run(task, capsys)
     assert code == 2 and "must cut the models so that a rank fits on a GPU: got 1 * 1 on 8 ranks, with which" in error
     assert "training takes 496.8 GiB before any activation (gradients (fp32) 262.8, weights 131.4, optimizer" in error
-    assert "would do; megatron.gpu_memory_gib says what the run's GPUs have" in error
+    on_host = "; it fits with ds.adam_offload too, which keeps the optimizer states in host memory"
+    assert f"would do{on_host}; megatron.gpu_memory_gib says what the run's GPUs have" in error
     code, _, error = dry_run(task, capsys, train__sead=1, train__batch_size=33)
     assert code == 2 and error.startswith("4 problems"), "in one report with the others"
     code, out, error = dry_run(task, capsys, actor__num_nodes=4)
@@ -163,6 +166,57 @@ def test_a_reward_model_stays_on_the_gpus_that_it_shares():
     assert training["weights of the reward model"] > 0 and fullest(resident) <= 1
     apart = Planner(load("qwen2.5-7b", 8, **graded)).as_configured()
     assert apart.moments[-1].doing == "scoring by the reward model"
+
+
+# what a node of one GPU, and of eight, is to hold: docs/scaling.md
+ON_HOST = [
+    ("qwen3-32b", 8, {"megatron__tensor_parallel_size": 8}, 45, True),
+    ("llama-3.1-70b", 16, {"megatron__tensor_parallel_size": 8, "megatron__pipeline_parallel_size": 2}, 50, False),
+    ("llama-3.1-70b", 8, {"megatron__tensor_parallel_size": 8}, 70, False),
+    ("qwen2.5-7b", 1, {}, 70, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "ranks", "cut", "gib", "fits_without"), ON_HOST)
+def test_states_in_host_memory_make_room_on_the_gpu(model, ranks, cut, gib, fits_without):
+    tp = min(8, ranks)
+    options = {
+        **SHARED, **cut, "vllm__tensor_parallel_size": tp, "vllm__num_engines": ranks // tp, "data__max_len": 16384,
+        "megatron__recompute": "full", "megatron__sequence_parallel_enable": tp > 1,
+    }  # fmt: skip
+    config = load(model, ranks, ds__adam_offload=True, **options)
+    planner = Planner(config)
+    laid_out = planner.as_configured()
+    training, policy = laid_out.moments[1], laid_out.policy
+    assert "optimizer" not in training.parts and training.total < gib * GIB and laid_out.fits
+    passing = training.parts["Adam's states in passing (ds.adam_offload)"]
+    assert 0 < passing <= 1.5 * GIB, "blocks"
+    on_host = laid_out.host["Adam's states (ds.adam_offload), pinned"]
+    assert on_host == tp * 12 * max(one.parameters for one in policy.states), "12 bytes of each parameter"
+    assert laid_out.host["states of sleeping ranks"] == tp * policy.fullest.weights, "what sleeps is the weights alone"
+    resident = Planner(with_options(config, {"ds.adam_offload": False})).as_configured()
+    of_update = [planner.clock.train(one.policy) for one in (laid_out, resident)]
+    assert 0.4 < of_update[0] - of_update[1] < 10, "one update a step takes seconds longer"
+    if fits_without:
+        assert resident.fits
+    else:
+        said = refusal(model, ranks, **options)
+        assert "; it fits with ds.adam_offload too, which keeps the optimizer states in host memory" in said
+
+
+def test_host_memory_that_the_node_has_not_is_refused_with_the_sum(monkeypatch):
+    options = {"megatron__tensor_parallel_size": 8, "vllm__tensor_parallel_size": 8, "ds__adam_offload": True}
+    assert "ds.adam_offload" not in str(load("qwen3-32b", 8, **options).warnings), "another machine's memory is unknown"
+    monkeypatch.setattr(fit, "_gpu_here", lambda: fit.Device("this machine's NVIDIA H100", fit.GPUS["H100"].memory))
+    monkeypatch.setattr(fit, "_memory_here", lambda: 400 << 30)
+    load("qwen3-32b", 8, **options)
+    said = refusal("qwen3-32b", 8, **options, ckpt__async_enable=True, ckpt__save_steps=5)
+    assert said.startswith("ds.adam_offload: the ranks of a node would keep 793.4 GiB in its host memory (checkpoint on")
+    assert "its way to disk 427.2, Adam's states (ds.adam_offload), pinned 366.2), and this machine has 400.0" in said
+    assert said.endswith("use more nodes, leave ckpt.async_enable out, or leave ds.adam_offload out")
+    monkeypatch.setattr(fit, "_memory_here", lambda: 300 << 30)
+    assert "has 300.0; use more nodes, or leave" in refusal("qwen3-32b", 8, **options)
+    assert fit._memory_here() > 0
 
 
 @pytest.fixture

@@ -148,12 +148,13 @@ def compare(one: dict, layout: ParallelLayout, stage: int, ranks: list[dict]) ->
     """The stage's ranks: states exact, that of the fullest rank; activations within 5 %, at the most of any rank."""
     shape: ModelShape = read_model_shape(one["model"])
     size = 2 if one["dtype"] == "bf16" else 4
-    states = rank_states(
-        shape, layout, stage, StateOptions(size, one["distributed"], one.get("overlap", {}).get("ddp_bucket_size"))
-    )
+    buckets = one.get("overlap", {}).get("ddp_bucket_size")
+    options = StateOptions(size, one["distributed"], buckets, on_host=one.get("on_host", False))
+    states = rank_states(shape, layout, stage, options)
     for name, planned in (("parameters", states.weights), ("gradients", states.gradients)):
         assert {rank[name] for rank in ranks} == {planned}, one
     assert max(rank["optimizer"] - rank["counters"] for rank in ranks) == states.optimizer, one
+    assert max(rank["on_host"] for rank in ranks) == states.on_host, one
     work = Pass(LENGTH // layout.context_parallel_size, size, megatron=Megatron(**one["recompute"]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "FULLEST_RANK", 1.0)  # every expert is given as many tokens
@@ -186,6 +187,7 @@ def test_two_ranks_in_every_kind_of_layout(tmp_path):
     cases += [case(tmp_path / "qwen3", {"world_size": 2, **layout}, distributed=False) for layout in ({PP: 2}, {})]
     overlap = {"overlap_grad_reduce": True, "ddp_bucket_size": 20000}
     cases += [case(tmp_path / "qwen2", {"world_size": 2, **layout}, overlap=overlap) for layout in ({PP: 2}, {})]
+    cases += [case(tmp_path / "qwen2", {"world_size": 2, **layout}, on_host=True) for layout in ({PP: 2}, {})]
     check(cases, 2)
 
 
@@ -207,7 +209,7 @@ def test_mixtures_on_two_and_four_ranks(tmp_path):
         make_tiny_model(tmp_path / family, family)
     two = ({EP: 2}, {TP: 2, SP: True, EP: 2}, {TP: 2, SP: True}, {CP: 2, EP: 2}, {PP: 2})
     cases = [
-        case(tmp_path / family, {"world_size": 2, **layout}, recompute)
+        case(tmp_path / family, {"world_size": 2, **layout}, recompute, on_host=EP in layout)
         for layout in two
         for family, recompute in (("qwen3_moe", "none"), ("qwen3_moe", "moe"), ("qwen2_moe", "none"))
     ]
