@@ -60,6 +60,7 @@ CHECKS = (
     Check("tests.gpu.layers:mixture", 2, 90, POLICY),
     Check("tests.gpu.layers:training", 2, 90, POLICY),
     Check("tests.gpu.layers:optimizer", 2, 60, POLICY),
+    Check("tests.gpu.memory:streaming", 2, 150, (*POLICY, "psutil")),
     Check("tests.gpu.layers:rope", 2, 60, POLICY),
     Check("tests.gpu.layers:shapes", 2, 150, POLICY),
     # ---- call 3: size -----------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def waits(machine: Machine) -> dict:
 
 def optimizer(machine: Machine) -> dict:
     """Five steps of the Adam that the policy picks, on given gradients, against the formula in fp64; on a GPU torch's
-    too."""
+    too; and with its states in host memory, in blocks that end anywhere, to the last bit."""
     measured: dict[str, Any] = {}
     with one_rank(machine) as policies:
         model = _model(machine, policies, 64)
@@ -196,6 +196,14 @@ def optimizer(machine: Machine) -> dict:
         picked = policies.random_policy(model, "bf16", optimizer=settings)  # bf16: with fp32 master weights
         _require_layers(machine.on_gpu, picked)
         measured["picked"] = _adam_steps(policies, picked, adam)
+        states = policies.optimizer_states(picked)
+        with policies.blocks_of(10_007):
+            streamed = policies.random_policy(model, "bf16", optimizer=settings, adam_offload=True)
+            _adam_steps(policies, streamed, adam)
+        found = policies.optimizer_states(streamed)
+        wrong = [name for name, tensor in states.items() if not torch.equal(tensor, found[name])]
+        if wrong or found.keys() != states.keys():
+            raise AssertionError(f"with its states in host memory Adam gives other bits: {wrong[:3]} of {len(states)}")
         if machine.on_gpu:
             if measured["picked"]["class"] != "FusedAdam":
                 raise AssertionError(f"the policy picks {measured['picked']['class']}, not TransformerEngine's Adam")
@@ -350,7 +358,8 @@ def _adam_steps(policies: ModuleType, policy: Any, settings: Any) -> dict:
         policy.optimizer_step()
     gaps, moved = 0.0, 0.0
     for name, parameter in parameters.items():
-        master = getattr(parameter, "main_param", parameter).detach().double().view(parameter.shape)
+        master = getattr(parameter, "main_param", None)
+        master = (parameter if master is None else master).detach().double().view(parameter.shape)
         gaps = max(gaps, (master - weights[name]).abs().max().item())
         moved = max(moved, (master - start[name]).abs().max().item())
     inner = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])[0].optimizer

@@ -6,10 +6,13 @@ import math
 import os
 import subprocess
 import sys
+import time
 from typing import Any
 
+import psutil
 import torch
 from megatron.core import parallel_state
+from megatron.core.optimizer import Adam
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -17,8 +20,9 @@ from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.host_memory import KINDS, ModelStates
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.step.batch import SequenceBatch
+from openrlhf_ext.megatron.step.host_optimizer import HostOptimizer
 from tests.gpu.alone import build, different, facts, states_of, tiny_folder
-from tests.gpu.kit import Machine, join_alone
+from tests.gpu.kit import Machine, NotHere, join_alone
 from tests.megatron import checkpoint_worker
 from tests.megatron.parity import WeightedLogprob
 from tests.megatron.reference import make_batch
@@ -62,6 +66,70 @@ def offload(machine: Machine) -> dict[str, Any]:
         "first_offload_s": swaps[0][0].seconds, "offload_gb_per_s": 1e-9 * out.moved_bytes / out.seconds,
         "reload_gb_per_s": 1e-9 * back.moved_bytes / back.seconds,
     }  # fmt: skip
+
+
+_LONGEST_UPDATE_S = 3.0  # of 4 billion parameters
+_SHARE_OF_THE_BUS = 0.7
+_SHARDS = 16
+
+
+def streaming(machine: Machine) -> dict[str, Any]:
+    """Adam's states in host memory: seconds of an update of as many parameters as a rank of 32B on eight GPUs has,
+    beside copies both ways at a time; the first shard to the last bit against Adam on the device.
+
+    Raises:
+        NotHere: too little host memory for 12 bytes a parameter.
+    """
+    entries = 250_000_000 if machine.on_gpu else 1000
+    needed, there = 12 * _SHARDS * entries, psutil.virtual_memory().available
+    if needed > 0.8 * there:
+        raise NotHere(f"{needed >> 30} GiB of host memory, of which {there >> 30} are free")
+    kind = Adam if machine.on_gpu else torch.optim.AdamW
+    shards = [torch.full((entries,), 0.5 + n, dtype=torch.bfloat16, device=machine.device) for n in range(_SHARDS)]
+    gradients = [torch.rand(entries, device=machine.device) - 0.5 for _ in shards]
+    main = shards[0].float()
+    device = kind([main], lr=1e-2, weight_decay=0.1)
+    started = time.perf_counter()
+    host = HostOptimizer(kind(shards, lr=1e-2, weight_decay=0.1))
+    allocated, seconds = time.perf_counter() - started, []
+    for _ in range(3):
+        for shard, gradient in zip(shards, gradients, strict=True):
+            shard.decoupled_grad = gradient
+        main.grad = gradients[0].clone()
+        host.step()
+        device.step()
+        seconds.append(host.take_seconds())
+    held, resident = host.tensors(shards[0]), {**device.state[main], "master": main}
+    for name in ("exp_avg", "exp_avg_sq", "master"):
+        assert torch.equal(held[name], resident[name].cpu()), f"{name} differs from Adam on the device"
+    assert torch.equal(shards[0], main.bfloat16()), "the weights are not those of their masters"
+    measured = {
+        "parameters": _SHARDS * entries, "seconds": seconds, "allocating_and_pinning_s": allocated,
+        "gb_per_s_each_way": 1e-9 * needed / seconds[-1], "bus_gb_per_s_each_way": _bus(machine),
+    }  # fmt: skip
+    if machine.on_gpu:
+        share = measured["gb_per_s_each_way"] / measured["bus_gb_per_s_each_way"]
+        assert seconds[-1] <= _LONGEST_UPDATE_S and share >= _SHARE_OF_THE_BUS, f"an update is too slow: {measured}"
+    return measured
+
+
+def _bus(machine: Machine) -> float:
+    """GB/s of a copy to the device and of one from it, at the same time; of pinned memory, where there is a GPU."""
+    size = 1 << 30 if machine.on_gpu else 1 << 20
+    there, back = (torch.empty(size, dtype=torch.uint8, pin_memory=machine.on_gpu) for _ in range(2))
+    here, other = (torch.zeros(size, dtype=torch.uint8, device=machine.device) for _ in range(2))
+    lanes = [torch.cuda.Stream(machine.device) if machine.on_gpu else None for _ in range(2)]
+    for repeat in (1, 8):  # the first to warm up
+        if machine.on_gpu:
+            torch.cuda.synchronize(machine.device)
+        started = time.perf_counter()
+        for _ in range(repeat):
+            for lane, target, source in ((lanes[0], here, there), (lanes[1], back, other)):
+                with torch.cuda.stream(lane):
+                    target.copy_(source, non_blocking=True)
+        if machine.on_gpu:
+            torch.cuda.synchronize(machine.device)
+    return 1e-9 * repeat * size / (time.perf_counter() - started)
 
 
 def _free_bytes(machine: Machine) -> int:

@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from openrlhf_ext.fp8.recipe import Recipe
+from openrlhf_ext.megatron.checkpoint import optimizer_ranges
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.host_memory import ModelStates
 from openrlhf_ext.megatron.layers.fp8 import FP8Layers
@@ -30,6 +31,7 @@ from openrlhf_ext.megatron.model import build
 from openrlhf_ext.megatron.model.adapter import Adapter
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.megatron.step import host_optimizer
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
 from openrlhf_ext.options.sections import Actor, Adam, Megatron, Rollout
 from tests.gpu.shapes import Mixture, Model, drawn
@@ -86,6 +88,7 @@ def random_policy(
     lora: Adapter | None = None,
     kind: type[RandomPolicy] = RandomPolicy,
     train: Mapping[str, Any] = MappingProxyType({}),
+    adam_offload: bool = False,
 ) -> RandomPolicy:
     """A policy that can be trained.
 
@@ -96,6 +99,7 @@ def random_policy(
         lora: adapters, with B off zero, where A would have no gradient.
         kind: its class.
         train: further fields of ``Train``.
+        adam_offload: Adam's states wait in host memory.
     """
     with tempfile.TemporaryDirectory() as folder, plain_layers() if plain else nullcontext():
         settings = ModelSettings(
@@ -104,7 +108,7 @@ def random_policy(
             Rollout(micro_batch_size=micro_batch_size),
             micro_batches(micro_batch_size, max_tokens).model_copy(update=dict(train)),
             (*(() if fp8 is None else (FP8Layers(fp8),)), *(() if lora is None else (LoRALayers(lora),))),
-            optimizer=optimizer, updates=100,
+            optimizer=optimizer, updates=100, adam_offload=adam_offload,
         )  # fmt: skip
         policy = kind(settings)
     for name, parameter in policy.chunks[0].named_parameters():
@@ -125,6 +129,23 @@ def torch_optimizer() -> Iterator[None]:
     """Policies that are built in the body have torch's Adam (megatron/core/optimizer/__init__.py:357)."""
     with mock.patch.object(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", True):
         yield
+
+
+@contextmanager
+def blocks_of(entries: int) -> Iterator[None]:
+    """States in host memory pass over the device in blocks of so many."""
+    with mock.patch.object(host_optimizer, "_BLOCK", entries):
+        yield
+
+
+def optimizer_states(policy: RandomPolicy) -> dict[str, Tensor]:
+    """Copies on the CPU of the weights, their masters and Adam's moments."""
+    ranges = optimizer_ranges(policy.optimizer)
+    found = {}
+    for name, parameter in policy.chunks[0].named_parameters():
+        found[name] = parameter
+        found |= {f"{kind} of {name}": tensor for kind, tensor in ranges[id(parameter)].tensors.items()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
 
 
 def random_batch(lengths: Sequence[tuple[int, int]], vocab_size: int) -> tuple[SequenceBatch, WeightedLogprob]:

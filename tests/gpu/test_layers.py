@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.gpu import kernels, layers, size
+from openrlhf_ext.megatron.step import host_optimizer
+from tests.gpu import kernels, layers, memory, size
 from tests.gpu.kit import Machine, NotHere
 from tests.gpu.one_rank import one_rank
 
@@ -64,6 +65,18 @@ def test_four_micro_batches_and_the_way_to_host_memory(monkeypatch):
     monkeypatch.setattr(policies, "ModelStates", Forgetful)
     with pytest.raises(AssertionError, match="linear_fc1.weight"):
         layers.training(CPU)
+
+
+def test_adams_states_pass_through_with_the_same_bits(monkeypatch):
+    measured = memory.streaming(CPU)
+    assert measured["parameters"] == 16_000 and len(measured["seconds"]) == 3
+    monkeypatch.setattr(host_optimizer, "_BLOCK", 10**9)
+    update = host_optimizer.HostOptimizer._update
+    monkeypatch.setattr(
+        host_optimizer.HostOptimizer, "_update", lambda self, group, *rest: update(self, {**group, "lr": 2e-2}, *rest)
+    )
+    with pytest.raises(AssertionError, match="master differs from Adam on the device"):
+        memory.streaming(CPU)
 
 
 def test_adam_is_its_formula_and_another_one_is_not(monkeypatch):

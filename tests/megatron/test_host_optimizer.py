@@ -38,9 +38,8 @@ def adam(groups: Sequence[Sequence[torch.Tensor]]) -> torch.optim.AdamW:
 def test_blocks_cut_anywhere_are_adam_in_one_piece(sizes, block, dtypes):
     ours = [shards(group, dtype) for group, dtype in zip(sizes, dtypes, strict=False)]
     theirs = [[p.float().clone() for p in group] for group in ours]
-    inner = torch.optim.AdamW([torch.zeros(1)])
-    inner.param_groups = [{**group, "params": mine} for group, mine in zip(adam(theirs).param_groups, ours, strict=True)]
-    whole = adam(theirs)
+    inner, whole = torch.optim.AdamW([torch.zeros(1)]), adam(theirs)
+    inner.param_groups = [{**group, "params": mine} for group, mine in zip(whole.param_groups, ours, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_optimizer, "_BLOCK", block)
         passing = HostOptimizer(inner)

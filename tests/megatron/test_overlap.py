@@ -1,5 +1,5 @@
-"""Communication beside computation, and Adam's states in host memory, change nothing: updates, log-probs and weights are
-the same to the last bit."""
+"""Communication beside computation, and Adam's states in host memory, change nothing: updates, log-probs and weights
+are the same to the last bit."""
 
 from __future__ import annotations
 

@@ -211,8 +211,8 @@ def test_host_memory_that_the_node_has_not_is_refused_with_the_sum(monkeypatch):
     monkeypatch.setattr(fit, "_memory_here", lambda: 400 << 30)
     load("qwen3-32b", 8, **options)
     said = refusal("qwen3-32b", 8, **options, ckpt__async_enable=True, ckpt__save_steps=5)
-    assert said.startswith("ds.adam_offload: the ranks of a node would keep 793.4 GiB in its host memory (checkpoint on")
-    assert "its way to disk 427.2, Adam's states (ds.adam_offload), pinned 366.2), and this machine has 400.0" in said
+    assert said.startswith("ds.adam_offload: the ranks of a node would keep 793.4 GiB in its host memory (checkpoint ")
+    assert "on its way to disk 427.2, Adam's states (ds.adam_offload), pinned 366.2), and this machine has 400.0" in said
     assert said.endswith("use more nodes, leave ckpt.async_enable out, or leave ds.adam_offload out")
     monkeypatch.setattr(fit, "_memory_here", lambda: 300 << 30)
     assert "has 300.0; use more nodes, or leave" in refusal("qwen3-32b", 8, **options)
