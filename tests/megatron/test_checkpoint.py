@@ -1,4 +1,4 @@
-"""A checkpoint written in one layout continues in every other as if nothing had happened, wherever Adam's states are."""
+"""A checkpoint written in one layout continues in every other as if nothing had happened, wherever its states are."""
 
 from __future__ import annotations
 

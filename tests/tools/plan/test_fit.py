@@ -19,7 +19,8 @@ from openrlhf_ext.tools.plan.memory import GIB
 from openrlhf_ext.tools.plan.search import Planner
 from tests.e2e.jobs import Task
 
-MODELS = Path(__file__).parents[3] / "configs/models"
+ROOT = Path(__file__).parents[3]
+MODELS = ROOT / "configs/models"
 SHARED = {"train__colocate_all": True, "ds__enable_sleep": True, "vllm__enable_sleep": True}
 
 
@@ -168,17 +169,17 @@ def test_a_reward_model_stays_on_the_gpus_that_it_shares():
     assert apart.moments[-1].doing == "scoring by the reward model"
 
 
-# what a node of one GPU, and of eight, is to hold: docs/scaling.md
 ON_HOST = [
-    ("qwen3-32b", 8, {"megatron__tensor_parallel_size": 8}, 45, True),
-    ("llama-3.1-70b", 16, {"megatron__tensor_parallel_size": 8, "megatron__pipeline_parallel_size": 2}, 50, False),
-    ("llama-3.1-70b", 8, {"megatron__tensor_parallel_size": 8}, 70, False),
-    ("qwen2.5-7b", 1, {}, 70, False),
-]  # fmt: skip
+    ("qwen3-32b", 8, "TP8", {"megatron__tensor_parallel_size": 8}),
+    ("llama-3.1-70b", 16, "TP8 PP2", {"megatron__tensor_parallel_size": 8, "megatron__pipeline_parallel_size": 2}),
+    ("llama-3.1-70b", 8, "TP8", {"megatron__tensor_parallel_size": 8}),
+    ("qwen2.5-7b", 1, "one rank", {}),
+]
+"""Of docs/scaling.md's table."""
 
 
-@pytest.mark.parametrize(("model", "ranks", "cut", "gib", "fits_without"), ON_HOST)
-def test_states_in_host_memory_make_room_on_the_gpu(model, ranks, cut, gib, fits_without):
+@pytest.mark.parametrize(("model", "ranks", "layout", "cut"), ON_HOST)
+def test_states_in_host_memory_make_room_on_the_gpu(model, ranks, layout, cut):
     tp = min(8, ranks)
     options = {
         **SHARED, **cut, "vllm__tensor_parallel_size": tp, "vllm__num_engines": ranks // tp, "data__max_len": 16384,
@@ -188,7 +189,7 @@ def test_states_in_host_memory_make_room_on_the_gpu(model, ranks, cut, gib, fits
     planner = Planner(config)
     laid_out = planner.as_configured()
     training, policy = laid_out.moments[1], laid_out.policy
-    assert "optimizer" not in training.parts and training.total < gib * GIB and laid_out.fits
+    assert "optimizer" not in training.parts and laid_out.fits
     passing = training.parts["Adam's states in passing (ds.adam_offload)"]
     assert 0 < passing <= 1.5 * GIB, "blocks"
     on_host = laid_out.host["Adam's states (ds.adam_offload), pinned"]
@@ -197,9 +198,11 @@ def test_states_in_host_memory_make_room_on_the_gpu(model, ranks, cut, gib, fits
     resident = Planner(with_options(config, {"ds.adam_offload": False})).as_configured()
     of_update = [planner.clock.train(one.policy) for one in (laid_out, resident)]
     assert 0.4 < of_update[0] - of_update[1] < 10, "one update a step takes seconds longer"
-    if fits_without:
-        assert resident.fits
-    else:
+    before, after = (one.moments[1].total / GIB for one in (resident, laid_out))
+    host = sum(laid_out.host.values()) / GIB
+    row = f"| {model} | {ranks} | {layout} | {before:.1f} | {after:.1f} | {host:.0f} |"
+    assert row in (ROOT / "docs/scaling.md").read_text(), row
+    if not resident.fits:
         said = refusal(model, ranks, **options)
         assert "; it fits with ds.adam_offload too, which keeps the optimizer states in host memory" in said
 
@@ -212,7 +215,7 @@ def test_host_memory_that_the_node_has_not_is_refused_with_the_sum(monkeypatch):
     load("qwen3-32b", 8, **options)
     said = refusal("qwen3-32b", 8, **options, ckpt__async_enable=True, ckpt__save_steps=5)
     assert said.startswith("ds.adam_offload: the ranks of a node would keep 793.4 GiB in its host memory (checkpoint ")
-    assert "on its way to disk 427.2, Adam's states (ds.adam_offload), pinned 366.2), and this machine has 400.0" in said
+    assert "on its way to disk 427.2, Adam's states (ds.adam_offload), pinned 366.2), and this machine has 400" in said
     assert said.endswith("use more nodes, leave ckpt.async_enable out, or leave ds.adam_offload out")
     monkeypatch.setattr(fit, "_memory_here", lambda: 300 << 30)
     assert "has 300.0; use more nodes, or leave" in refusal("qwen3-32b", 8, **options)
