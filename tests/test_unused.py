@@ -42,6 +42,7 @@ LIBRARIES_READ = {
     "on_step_end": "transformers' Trainer, of a callback",
     "from_config_dict_json": "vLLM's get_quant_config, of a quantization",
     # set: the library reads it
+    "use_precision_aware_optimizer_no_fp8_or_ds_fp8": "Megatron's distributed optimizer, of the configuration",
     "grad_scale_func": "Megatron's schedules, of the configuration",
     "no_sync_func": "Megatron's schedules, of the configuration",
     "use_cpu_initialization": "Megatron's layers, of the configuration",

@@ -15,8 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation, value_of
@@ -37,6 +39,7 @@ from openrlhf_ext.tools.plan.seconds import GPUS, card
 logger = logging.getLogger(__name__)
 
 _LAYOUT, _MEMORY = "megatron.layout", "megatron.gpu_memory_gib"
+_MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # control groups 2 and 1
 _ASSUMED = "H100"
 _ASK_S = 60.0
 _MOST_GPUS, _NODE = 1024, 8
@@ -110,10 +113,12 @@ def _gpu_here() -> Device | None:
 
 
 def _memory_here() -> int:
-    """Bytes that this machine, or the container, gives its processes."""
-    from ray._common.utils import get_system_memory  # looks at control groups too; a second to import
-
-    return get_system_memory()
+    """Bytes that this machine, or its container, gives processes."""
+    there = psutil.virtual_memory().total
+    for limit in map(Path, _MEMORY_LIMITS):
+        if limit.exists() and (text := limit.read_text().strip()).isdigit():
+            there = min(there, int(text))
+    return there
 
 
 def _ask_cuda(sender: Connection) -> None:

@@ -219,7 +219,16 @@ def test_host_memory_that_the_node_has_not_is_refused_with_the_sum(monkeypatch):
     assert said.endswith("use more nodes, leave ckpt.async_enable out, or leave ds.adam_offload out")
     monkeypatch.setattr(fit, "_memory_here", lambda: 300 << 30)
     assert "has 300.0; use more nodes, or leave" in refusal("qwen3-32b", 8, **options)
-    assert fit._memory_here() > 0
+
+
+def test_the_memory_of_a_container_is_its_limit(monkeypatch, tmp_path):
+    whole, (limit, none) = fit.psutil.virtual_memory().total, (tmp_path / "limit", tmp_path / "none")
+    monkeypatch.setattr(fit, "_MEMORY_LIMITS", (str(limit), str(none)))
+    assert fit._memory_here() == whole
+    none.write_text("max\n")
+    assert fit._memory_here() == whole
+    limit.write_text("1048576\n")
+    assert fit._memory_here() == 1 << 20
 
 
 @pytest.fixture
