@@ -232,8 +232,7 @@ def _host_memory(entries: int, device: torch.device, owner: HostOptimizer) -> Te
     runtime = torch.cuda.cudart()
     if code := int(runtime.cudaHostRegister(row.data_ptr(), row.nbytes, 0)):
         raise MemoryError(
-            f"{size} cannot be pinned (cudaHostRegister: error {code}): the node has too little memory, or a limit of "
-            "locked memory (ulimit -l); use more nodes, or leave ds.adam_offload out"
+            f"{size} cannot be pinned (cudaHostRegister: error {code}); use more nodes, or leave ds.adam_offload out"
         )
     weakref.finalize(owner, runtime.cudaHostUnregister, row.data_ptr()).atexit = False
     return row
