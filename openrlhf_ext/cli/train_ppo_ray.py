@@ -141,6 +141,7 @@ def layout_proofs(config: RunConfig | SupervisedConfig) -> Iterator[str]:
     from openrlhf_ext.tools.plan.layout_proof import format_proof, prove_layout
 
     dtype, distributed = DTYPES[config.megatron.param_dtype], config.megatron.distributed_optimizer_enable
+    on_host = config.ds.optimizer_on_host
     models: list[tuple[str, str | None, Any, str | None]] = [("policy", config.model_path, config.layout, None)]
     if isinstance(config, RunConfig):
         head = config.ds.value_head_prefix
@@ -152,7 +153,8 @@ def layout_proofs(config: RunConfig | SupervisedConfig) -> Iterator[str]:
             yield redact(f"{what}: {name} is not on this machine, so no rank of it was built\n")
         else:
             layers = layer_converters(config, read_model_shape(folder).family) if value_head is None else ()
-            yield f"{what}, {format_proof(prove_layout(folder, layout, dtype, distributed, value_head, layers))}"
+            proof = prove_layout(folder, layout, dtype, distributed, value_head, layers, on_host)
+            yield f"{what}, {format_proof(proof)}"
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ from openrlhf_ext.outputs import aligned
 from openrlhf_ext.tools.plan.memory import COPIES, GIB, GRADIENT_BYTES, States
 
 _RANKS_SHOWN = 6
-_MEMORY = ("weights", "gradients", "optimizer")
 
 
 class LayoutProofError(ValueError):
@@ -86,12 +85,13 @@ class _Holder:
 
 def prove_layout(
     model_path: str | Path, layout: ParallelLayout, dtype: torch.dtype, distributed_optimizer: bool,
-    value_head: str | None = None, converters: Sequence[LayerConverter] = (),
+    value_head: str | None = None, converters: Sequence[LayerConverter] = (), on_host: bool = False,
 ) -> LayoutProof:  # fmt: skip
     """Builds every distinct rank of the layout and checks the weight map on it.
 
-    ``value_head``: HF name of a critic's; ``converters``: whose copies of weights are counted. LayoutProofError lists
-    everything that does not fit; RuntimeError: this process has a process group.
+    ``value_head``: HF name of a critic's; ``converters``: whose copies of weights are counted; ``on_host``: where
+    Adam's states wait. LayoutProofError lists everything that does not fit; RuntimeError: this process has a process
+    group.
     """
     started = time.perf_counter()
     shape = read_model_shape(model_path) if value_head is None else read_value_shape(model_path, value_head)
@@ -102,7 +102,7 @@ def prove_layout(
             share, held, found = _build(shape, layout, ranks, dtype, distributed_optimizer, converters)
         except (AssertionError, RuntimeError, ValueError) as error:  # how Megatron refuses a layout
             raise LayoutProofError(f"rank {rank} cannot be built: {error}") from error
-        shares.append(share)
+        shares.append(dataclasses.replace(share, states=share.states.with_optimizer_on_host) if on_host else share)
         holders += held
         problems += [f"rank {rank}: {problem}" for problem in found]
     lora = adapters_of(converters)
@@ -268,25 +268,28 @@ def format_proof(proof: LayoutProof) -> str:
     for share in proof.shares:
         same = dataclasses.replace(share, ranks=(), tensor=0, expert=0, expert_tensor=0)
         alike[dataclasses.astuple(same)].append(share)
-    rows = [_header(copies, experts), *(_row(shares, copies, experts) for shares in alike.values())]
+    on_host = heaviest.states.on_host > 0
+    rows = [_header(copies, experts, on_host), *(_row(shares, copies, experts, on_host) for shares in alike.values())]
     table = [f"  {line}" for line in aligned(rows)]
-    what = "weights, fp32 gradients, optimizer" + (f", {COPIES} of weights" if copies else "")
+    what = "weights, fp32 gradients" + ("" if on_host else ", optimizer") + (f", {COPIES} of weights" if copies else "")
     title = f"memory per rank before activations ({what}), GiB:"
     return "\n".join([title, *table, *_conclusions(proof, heaviest)]) + "\n"
 
 
-def _header(copies: bool, experts: bool) -> tuple[str, ...]:
+def _header(copies: bool, experts: bool, on_host: bool) -> tuple[str, ...]:
     share = ("tp", *(["ep"] if experts else []), "pp", "layers", "parameters")
-    return (*share, *_MEMORY, *([COPIES] if copies else []), "GiB together", "ranks")
+    memory = ("weights", "gradients", *([] if on_host else ["optimizer"]), *([COPIES] if copies else []))
+    return (*share, *memory, "GiB together", *(["optimizer, in host memory"] if on_host else []), "ranks")
 
 
-def _row(shares: Sequence[RankShare], copies: bool, experts: bool) -> tuple[str, ...]:
+def _row(shares: Sequence[RankShare], copies: bool, experts: bool, on_host: bool) -> tuple[str, ...]:
     share, states = shares[0], shares[0].states
     place = [_span(one.tensor for one in shares), *([_span(one.expert for one in shares)] if experts else [])]
     ranks = tuple(sorted(rank for one in shares for rank in one.ranks))
-    own = (states.weights, states.gradients, states.optimizer, *((states.copies,) if copies else ()))
+    optimizer, there = ((), (states.on_host,)) if on_host else ((states.optimizer,), ())
+    own = (states.weights, states.gradients, *optimizer, *((states.copies,) if copies else ()))
     layers = " ".join(f"{layers[0]}-{layers[-1]}" for layers in share.layers)
-    memory = [f"{size / GIB:.3f}" for size in (*own, states.total)]
+    memory = [f"{size / GIB:.3f}" for size in (*own, states.total, *there)]
     shown = " ".join(map(str, ranks[:_RANKS_SHOWN])) + (f" ... ({len(ranks)})" if len(ranks) > _RANKS_SHOWN else "")
     return *place, str(share.pipeline), layers, f"{states.parameters:,}", *memory, shown
 

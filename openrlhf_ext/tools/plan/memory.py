@@ -51,6 +51,10 @@ class States:
     on_host: int = 0
 
     @property
+    def with_optimizer_on_host(self) -> States:
+        return replace(self, optimizer=0, on_host=self.optimizer)
+
+    @property
     def total(self) -> int:
         return sum(self.parts.values())
 
@@ -129,8 +133,8 @@ def rank_states(shape: ModelShape, layout: ParallelLayout, stage: int, options: 
         buffers.append(_buffers(shape, layout, stage, options, layout.expert_copies, True))
     length, owned = sum(length for length, _ in buffers), [shares for _, shares in buffers]
     optimizer = _largest_share(layout, stage, *owned) * (12 if size == 2 else 8)
-    here, there = (0, optimizer) if options.on_host else (optimizer, 0)
-    return States(parameters, length * size, length * GRADIENT_BYTES, here, copies, there)
+    states = States(parameters, length * size, length * GRADIENT_BYTES, optimizer, copies)
+    return states.with_optimizer_on_host if options.on_host else states
 
 
 def _stage_parameters(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +48,17 @@ def test_qwen25_32b_on_64_ranks():
     assert own.weights == 2 * own.parameters and own.optimizer == 12 * own.parameters // 4
     assert (proof.hf_tensors, proof.hf_parameters) == (771, 32_763_876_352)
     assert "2,048,028,672" in format_proof(proof) and "built 16 of 64 ranks" in format_proof(proof)
+
+
+def test_an_optimizer_in_host_memory_is_not_on_the_gpu():
+    layout = ParallelLayout(8, 8)
+    here, there = (prove_layout(QWEN25_32B, layout, torch.bfloat16, True, on_host=on_host) for on_host in (False, True))
+    for one, other in zip(here.shares, there.shares, strict=True):
+        assert (other.states.optimizer, other.states.on_host) == (0, one.states.optimizer)
+        assert other.states.total == one.states.total - one.states.optimizer > 0
+    said, host = format_proof(there), there.shares[0].states.on_host / 2**30
+    assert "before activations (weights, fp32 gradients), GiB" in said and f" {host:.3f} " in said
+    assert re.search(r"GiB together +optimizer, in host memory +ranks\n", said), said
 
 
 @pytest.mark.parametrize(("ranks", "gib"), [(8, 67.26), (16, 45.93), (32, 35.26), (128, 27.26)])
