@@ -331,6 +331,11 @@ def _positions(option: str, model: ModelShape, max_len: int) -> Iterator[Violati
         yield Violation((option, "data.max_len"),
             f"data.max_len must not exceed the model's max_position_embeddings: got {max_len} > {model.max_positions} "
             f"tokens of the model of {option}; lower data.max_len")
+    if model.window is not None and max_len > model.window:
+        yield Violation((option, "data.max_len"),
+            f"data.max_len must not exceed the attention window (sliding_window in config.json) of the model of "
+            f"{option}, up to which attention to all tokens is the same; windows in longer sequences are not built: "
+            f"got {max_len} > {model.window} tokens; set data.max_len to at most {model.window}")
 
 
 def _divisors(number: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -85,6 +85,8 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
+        softmax_scale=shape.attention_scale,
+        no_rope_freq=_marks(shape.layers_without_rope, shape.num_layers),
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
         attention_dropout=0.0,
@@ -130,6 +132,11 @@ def _expert_arguments(shape: ModelShape, layout: ParallelLayout) -> dict[str, An
         "expert_model_parallel_size": layout.expert_parallel_size,
         "expert_tensor_parallel_size": layout.expert_tensor,
     }
+
+
+def _marks(chosen: Collection[int], count: int) -> list[int] | None:
+    """A 1 for each chosen one of ``count`` layers, 0 for the others; None if none is chosen."""
+    return [int(number in chosen) for number in range(count)] if chosen else None
 
 
 def _filled_later(weight: Tensor) -> Tensor:
@@ -249,6 +256,20 @@ def fuse_weight_gradients(decoder: torch.nn.Module) -> None:
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]  # torch types attributes as modules
 
 
+def scale_states(model: HiddenStateGPTModel, shape: ModelShape) -> None:
+    """The factors of embeddings and of what attention and MLP add to a layer's hidden states, where they are not 1."""
+    embedding, branch = shape.embedding_factor, shape.residual_factor
+    if embedding != 1.0 and model.pre_process:
+        model.embedding.register_forward_hook(lambda _module, _args, embedded_LBH: embedded_LBH * embedding)
+    if branch != 1.0:
+
+        def add(output_with_bias: tuple[Tensor, None], residual_LBH: Tensor, _dropout: float) -> Tensor:
+            return residual_LBH + output_with_bias[0] * branch
+
+        for layer in model.decoder.layers:
+            layer.self_attn_bda = layer.mlp_bda = lambda training, fused: add
+
+
 def build_model(
     shape: ModelShape,
     config: TransformerConfig,
@@ -275,6 +296,7 @@ def build_model(
         parallel_output=True,
         vp_stage=vp_stage,
     )
+    scale_states(model, shape)
     if meta:
         return model
     fuse_weight_gradients(model.decoder)

@@ -17,6 +17,7 @@ from openrlhf_ext.inputs import (
     Kind,
     check,
     is_integer,
+    list_of,
     or_null,
     read_json,
     similar_path,
@@ -55,6 +56,13 @@ class ModelShape:
     experts_per_token: int = 0
     renormalizes: bool = False
     shared_ffn_hidden_size: int = 0
+    # by which embeddings, scores, what each branch of a layer adds, and logits (divided) differ from the usual ones
+    embedding_factor: float = 1.0
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    residual_factor: float = 1.0
+    logits_divisor: float = 1.0
+    layers_without_rope: tuple[int, ...] = ()
+    window: int | None = None  # of attention, tokens: longer sequences are not computed (``config.model_rules``)
 
     @property
     def family(self) -> Family:
@@ -142,12 +150,16 @@ def _required(family: Family) -> dict[str, Kind]:
         "num_hidden_layers": _up_to(2**10), "hidden_size": _up_to(2**18), **own, "num_attention_heads": _up_to(2**12),
         "vocab_size": _up_to(2**22), "rms_norm_eps": NUMBER, "rope_theta": NUMBER, "tie_word_embeddings": FLAG,
         **{entry: FLAG for entry in family.mlp.flags.values()},
+        **{entry: _POSITIVE for entry in family.factors.values()},
     }  # fmt: skip
 
 
 _POSITIVE = Kind("a number above 0", lambda value: NUMBER.holds(value) and value > 0)
+_MARK = Kind("0 or 1", lambda value: value in (0, 1))
 _OPTIONAL = {
+    "no_rope_layers": or_null(list_of(_MARK)),
     "num_key_value_heads": or_null(_up_to(2**12)),
+    "layer_types": or_null(list_of(TEXT)),
     "head_dim": or_null(_up_to(2**12)),
     "max_position_embeddings": or_null(_up_to(2**31)),
     "rope_parameters": or_null(MAP),
@@ -181,6 +193,7 @@ def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
     if problems := [*_head_problems(config), *family.problems(config)]:
         raise InputError(f"{path}: " + "; ".join(problems))
     heads, rope = config["num_attention_heads"], rope_settings(config)
+    factors: dict[str, Any] = {field: float(config[entry]) for field, entry in family.factors.items()}
     return ModelShape(
         model_type=family.model_type,
         num_layers=config["num_hidden_layers"],
@@ -198,4 +211,7 @@ def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
         tied_embeddings=bool(config["tie_word_embeddings"]),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
+        **factors,
+        layers_without_rope=family.without_rope(config),
+        window=family.window(config),
     )
