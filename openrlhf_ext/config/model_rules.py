@@ -331,11 +331,16 @@ def _positions(option: str, model: ModelShape, max_len: int) -> Iterator[Violati
         yield Violation((option, "data.max_len"),
             f"data.max_len must not exceed the model's max_position_embeddings: got {max_len} > {model.max_positions} "
             f"tokens of the model of {option}; lower data.max_len")
-    if model.window is not None and max_len > model.window:
-        yield Violation((option, "data.max_len"),
-            f"data.max_len must not exceed the attention window (sliding_window in config.json) of the model of "
-            f"{option}, up to which attention to all tokens is the same; windows in longer sequences are not built: "
-            f"got {max_len} > {model.window} tokens; set data.max_len to at most {model.window}")
+    yield from beyond_window(option, model, "data.max_len", max_len)
+
+
+def beyond_window(option: str, model: ModelShape, length_option: str, length: int) -> Iterator[Violation]:
+    """Attention with a window is that without one in sequences that are not longer; others are not computed."""
+    if model.window is not None and length > model.window:
+        yield Violation((option, length_option),
+            f"{length_option} must not exceed the attention window of the model of {option} (sliding_window in its "
+            f"config.json), which is exact up to its length and not built beyond: got {length} > {model.window} "
+            f"tokens; set {length_option} to at most {model.window}")
 
 
 def _divisors(number: int) -> str:

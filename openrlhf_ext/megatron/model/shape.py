@@ -101,10 +101,11 @@ class ModelShape:
         return -(-self.vocab_size // tensor_parallel_size) * tensor_parallel_size
 
 
-def read_model_shape(model_path: str | Path) -> ModelShape:
+def read_model_shape(model_path: str | Path, model_type: str | None = None) -> ModelShape:
     """Reads ``model_path/config.json`` (transformers 4 and 5 forms). Raises InputError: there is none, a dimension is
-    missing, or the model type, rotary scaling, activation or bias is not built."""
-    return _shape(_config(model_path), model_path)
+    missing, or the model type, rotary scaling, activation or bias is not built. ``model_type``: read as one of this."""
+    config = _config(model_path)
+    return _shape(config if model_type is None else config | {"model_type": model_type}, model_path)
 
 
 def read_value_shape(model_path: str | Path, value_head: str) -> ModelShape:
@@ -187,7 +188,7 @@ def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
     try:
         family = family_of(own_config["model_type"])
     except InputError as error:
-        raise InputError(f"{path}: {error}") from error
+        raise type(error)(f"{path}: {error}") from error
     config = check(family.usual(own_config), str(path), _required(family), _OPTIONAL)
     check(rope_settings(config), f"{path}, rotary settings", {}, _ROPE)
     if problems := [*_head_problems(config), *family.problems(config)]:
