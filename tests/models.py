@@ -150,10 +150,12 @@ def make_tiny_policy(
     fast.save_pretrained(path)
 
 
-def make_reward_model(path: Path, language_model: Path, **config: float) -> PreTrainedModel:
+def make_reward_model(
+    path: Path, language_model: Path, kind: Any = AutoModelForSequenceClassification, **config: float
+) -> PreTrainedModel:
     """A sequence classifier of transformers, a decoder with a bias-free linear head called ``score``, of the language
     model's decoder, with its tokenizer and these entries in its config.json."""
-    model = AutoModelForSequenceClassification.from_pretrained(language_model, num_labels=1, dtype=torch.float32)
+    model = kind.from_pretrained(language_model, num_labels=1, dtype=torch.float32)
     with torch.no_grad():
         model.score.weight.copy_(torch.randn(model.score.weight.shape, generator=torch.Generator().manual_seed(9)))
     model.config.update(config)
