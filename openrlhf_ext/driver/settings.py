@@ -78,6 +78,7 @@ def policy_settings(config: RunConfig, steps: int) -> ModelSettings:
         optimizer_updates(config, steps - frozen_steps(config)),
         {model.name: model.path for model in frozen_models(config) if not model.ranks},
         aux_loss_coef=actor.aux_loss_coef,
+        max_len=config.data.max_len,
     )
 
 

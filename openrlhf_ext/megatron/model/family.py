@@ -11,6 +11,7 @@ from typing import Any, Literal
 from openrlhf_ext.inputs import is_integer
 from openrlhf_ext.megatron.mlps import MLP
 from openrlhf_ext.megatron.mlps.dense import DenseMLP
+from openrlhf_ext.megatron.model import positions
 
 Split = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
 Size = str
@@ -93,8 +94,6 @@ _REQUIRED = {"is_causal": "attention sees no later tokens here"}
 NO_BIAS = "projections of this family have no bias here"
 ALWAYS_BIAS = "query, key and value of this family have a bias here"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# the one scaled variant that megatron-core's RotaryEmbedding implements (rope_utils, Llama 3)
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +108,8 @@ class Family:
     -> why, or what to do; ``required``: those that have to be absent or true -> why; ``factors``: fields of
     ``ModelShape`` -> the positive numbers that they are read from. ``window_switch``: ``sliding_window`` holds only
     where ``use_sliding_window`` is true; ``skips_rope``: layers whose entry in ``no_rope_layers`` is 0 have no rotary
-    embedding, or every ``no_rope_layer_interval``-th if that is null.
+    embedding, or every ``no_rope_layer_interval``-th if that is null; ``rope_types``: kinds of rotary embedding;
+    ``rotates_part``: ``partial_rotary_factor`` may be below 1.
     """
 
     model_type: str  # of ``config.json``
@@ -122,12 +122,13 @@ class Family:
     output: str = "lm_head.weight"
     config_names: Mapping[str, str] = field(default_factory=dict)
     config_defaults: Mapping[str, Any] = field(default_factory=dict)
-    rope_types: tuple[str, ...] = ("default", "llama3")  # rotary variants that are built
+    rope_types: tuple[str, ...] = tuple(positions.KINDS)
     refused: Mapping[str, str] = field(default_factory=dict)
     required: Mapping[str, str] = field(default_factory=dict)
     factors: Mapping[str, str] = field(default_factory=dict)
     window_switch: bool = False
     skips_rope: bool = False
+    rotates_part: bool = False
 
     def __post_init__(self) -> None:
         if unknown := sorted(self.layer.keys() - self.parameters.keys()):
@@ -176,7 +177,7 @@ class Family:
 
     def problems(self, config: Mapping[str, Any]) -> Iterator[str]:
         """What of a ``config.json`` (``usual``) is not built, one text for each."""
-        yield from self._rope_problems(rope_settings(config))
+        yield from positions.problems(config, self.rope_types, self.rotates_part)
         yield from self.mlp.problems(config)
         yield from self._layer_problems(config)
         for entry, why in {**_REFUSED, **self.refused}.items():
@@ -213,25 +214,3 @@ class Family:
         interval = config["no_rope_layer_interval"]
         if marks is None and not (is_integer(interval) and interval > 0):
             yield f"no_rope_layer_interval must be an integer above 0, got {interval!r}"
-
-    def _rope_problems(self, rope: Mapping[str, Any]) -> Iterator[str]:
-        kind = rope_type(rope)
-        if kind not in self.rope_types:
-            yield f"rope_type must be one of {self.rope_types}, got {kind!r}"
-        if rope.get("partial_rotary_factor") not in (None, 1.0):
-            yield f"partial_rotary_factor must be 1, got {rope['partial_rotary_factor']}"
-        if kind == "llama3":
-            if not rope.get("factor"):
-                yield "llama3 rotary scaling needs a factor"
-            wrong = {k: rope[k] for k, v in _LLAMA3_ROPE.items() if rope.get(k) is not None and float(rope[k]) != v}
-            if wrong:
-                yield f"llama3 rotary scaling is built for {_LLAMA3_ROPE}, got {wrong}"
-
-
-def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings: ``rope_parameters`` (transformers 5) or ``rope_scaling`` (transformers 4)."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
-
-
-def rope_type(rope: Mapping[str, Any]) -> str:
-    return rope.get("rope_type") or rope.get("type") or "default"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -24,10 +25,16 @@ from openrlhf_ext.inputs import (
 )  # fmt: skip
 from openrlhf_ext.megatron.families import family_of
 from openrlhf_ext.megatron.mlps import MLP
-from openrlhf_ext.megatron.model.family import Family, rope_settings, rope_type
+from openrlhf_ext.megatron.model import positions
+from openrlhf_ext.megatron.model.family import Family
 from openrlhf_ext.megatron.model.folder import require_one_model
 
 __all__ = ["ModelShape", "read_model_shape", "read_value_scale", "read_value_shape"]
+
+
+_LLAMA3 = {
+    "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class ModelShape:
     max_positions: int | None  # None: config.json does not say
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling_factor: float | None  # Llama 3 scaling; None = plain rotary embedding
+    rope_scaling_factor: float | None  # Llama 3 scaling; None: another one, or plain rotary embedding
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
@@ -62,11 +69,19 @@ class ModelShape:
     residual_factor: float = 1.0
     logits_divisor: float = 1.0
     layers_without_rope: tuple[int, ...] = ()
+    rope: str | None = None  # JSON of rotary settings besides the two above (``positions.Settings``)
     window: int | None = None  # of attention, tokens: longer sequences are not computed (``config.model_rules``)
 
     @property
     def family(self) -> Family:
         return family_of(self.model_type)
+
+    @cached_property
+    def rotary(self) -> positions.Settings:
+        if self.rope is not None:
+            return json.loads(self.rope)
+        scaled = {} if self.rope_scaling_factor is None else {**_LLAMA3, "factor": self.rope_scaling_factor}
+        return {"rope_type": "default", "rope_theta": self.rope_theta, **scaled}
 
     @cached_property
     def mlp(self) -> MLP:
@@ -166,13 +181,6 @@ _OPTIONAL = {
     "rope_parameters": or_null(MAP),
     "rope_scaling": or_null(MAP),
 }
-_ROPE = {key: or_null(TEXT) for key in ("rope_type", "type")} | {
-    key: or_null(NUMBER)
-    for key in (
-        "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
-        "partial_rotary_factor",
-    )
-}  # fmt: skip
 
 
 def _head_problems(config: dict[str, Any]) -> Iterator[str]:
@@ -190,10 +198,12 @@ def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
     except InputError as error:
         raise type(error)(f"{path}: {error}") from error
     config = check(family.usual(own_config), str(path), _required(family), _OPTIONAL)
-    check(rope_settings(config), f"{path}, rotary settings", {}, _ROPE)
     if problems := [*_head_problems(config), *family.problems(config)]:
         raise InputError(f"{path}: " + "; ".join(problems))
-    heads, rope = config["num_attention_heads"], rope_settings(config)
+    heads, rope = config["num_attention_heads"], positions.settings_of(config)
+    # what was read before there were other kinds keeps its form, which checkpoints hold
+    usual = rope["rope_type"] == "llama3" and rope.items() >= _LLAMA3.items()
+    is_told = usual or rope.keys() == {"rope_type", "rope_theta"}
     factors: dict[str, Any] = {field: float(config[entry]) for field, entry in family.factors.items()}
     return ModelShape(
         model_type=family.model_type,
@@ -205,14 +215,15 @@ def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         vocab_size=config["vocab_size"],
-        max_positions=config.get("max_position_embeddings") or None,
+        max_positions=positions.window_of(config),
         rms_norm_eps=config["rms_norm_eps"],
-        rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
-        rope_scaling_factor=float(rope["factor"]) if rope_type(rope) == "llama3" else None,
+        rope_theta=rope["rope_theta"],
+        rope_scaling_factor=float(rope["factor"]) if usual else None,
         tied_embeddings=bool(config["tie_word_embeddings"]),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         **factors,
         layers_without_rope=family.without_rope(config),
+        rope=None if is_told else json.dumps(rope, sort_keys=True),
         window=family.window(config),
     )
