@@ -1,4 +1,4 @@
-"""A family that the package does not know, declared in this one file: Phi-3, whose projections are stacked tensors."""
+"""A family that the package does not know, declared in this one file: Phi-3's stacked projections by another name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.megatron.reference import TEMPERATURE, make_batch, reference
 from tests.megatron.test_policy import relative
 
 PHI3 = Family(
-    model_type="phi3",
+    model_type="stacked",
     critic_class="Phi3ForSequenceClassification",
     layer={
         **LAYER,
@@ -40,7 +40,7 @@ def installed_as_phi3(site: Path, family: str) -> Iterator[None]:
     info = site / "my_families-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-families\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[openrlhf_ext.families]\nphi3 = {family}\n")
+    (info / "entry_points.txt").write_text(f"[openrlhf_ext.families]\nstacked = {family}\n")
     path = os.environ.get("PYTHONPATH")
     family_of.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
@@ -66,6 +66,8 @@ def make_phi3(path: Path, **more: str) -> Phi3ForCausalLM:
     )  # fmt: skip
     model = Phi3ForCausalLM(config).float()
     model.save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "stacked", **more}))
     return model
 
 

@@ -109,7 +109,8 @@ def _run_rank(rank: int, settings: CheckSettings, port: int, report: Path) -> No
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     started = time.perf_counter()
     initialize_distributed(settings.layout, settings.timeout_s, _SEED)
-    policy = MegatronPolicy(ModelSettings(settings.path, settings.layout, Megatron(param_dtype=settings.dtype)))
+    megatron = Megatron(param_dtype=settings.dtype)
+    policy = MegatronPolicy(ModelSettings(settings.path, settings.layout, megatron, max_len=settings.tokens))
     loaded = time.perf_counter()
     different, missing, counts = compare_export(
         policy.export_rows(), HFCheckpoint(settings.path), rank, output=policy.shape.family.output
