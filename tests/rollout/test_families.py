@@ -1,5 +1,5 @@
-"""vLLM's numbers of the families that are most their own there: Granite has factors, SmolLM3 runs as transformers' class
-in vLLM's own wrapping. Log-probs are transformers', from the disk and after an update."""
+"""vLLM's numbers of the families that are most their own there: Granite has factors, SmolLM3 is transformers' class,
+wrapped by vLLM. Log-probs are transformers', from the disk and after an update."""
 
 from __future__ import annotations
 

@@ -160,8 +160,9 @@ def nearest_family(path: str | Path) -> str:
     families = sorted(map(family_of, model_types()), key=lambda family: bool(family.factors))  # plain ones first
     family = min(families, key=lambda family: len(held ^ _names(family)))
     names = _names(family)
-    differences = {"has not": held - names - {family.output}, "alone has": names - held}
-    lines = [f"tensors that {family.model_type} {what}: {', '.join(sorted(found))}" for what, found in differences.items() if found]
+    more, fewer = sorted(held - names - {family.output}), sorted(names - held)
+    lines = [f"tensors that {family.model_type} has not: {', '.join(more)}"] if more else []
+    lines += [f"tensors that it alone has: {', '.join(fewer)}"] if fewer else []
     try:
         read_model_shape(path, family.model_type)
     except InputError as error:

@@ -76,7 +76,8 @@ def truths(root):
     made = {}
     for name, model, targets in [
         ("untied", "untied", "all-linear"), ("tied", "tied", "all-linear"), ("one_kv", "one_kv", "all-linear"),
-        ("some", "untied", SOME), ("mixture", "mixture", ATTENTION), ("granite", "granite", "all-linear"), ("smollm3", "smollm3", "all-linear"),
+        ("some", "untied", SOME), ("mixture", "mixture", ATTENTION),
+        ("granite", "granite", "all-linear"), ("smollm3", "smollm3", "all-linear"),
     ]:  # fmt: skip
         made[name] = truth(root / model, root / f"{name}_adapter", batch, weights_N, targets) | {"model": root / model}
     return made
