@@ -42,6 +42,8 @@ LIBRARIES_READ = {
     "on_step_end": "transformers' Trainer, of a callback",
     "from_config_dict_json": "vLLM's get_quant_config, of a quantization",
     # set: the library reads it
+    "self_attn_bda": "Megatron's TransformerLayer.forward, of itself",
+    "mlp_bda": "Megatron's TransformerLayer.forward, of itself",
     "grad_scale_func": "Megatron's schedules, of the configuration",
     "no_sync_func": "Megatron's schedules, of the configuration",
     "use_cpu_initialization": "Megatron's layers, of the configuration",

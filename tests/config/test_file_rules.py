@@ -49,7 +49,7 @@ def test_a_hub_name_whose_config_is_in_the_checkout_meets_the_rules_at_once(load
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"model_type": "mixtral"}, "qwen2, qwen2_moe, qwen3, qwen3_moe, got 'mixtral': it would need its"),
+        ({"model_type": "mixtral"}, "qwen3, qwen3_moe, seed_oss, smollm3, got 'mixtral': it would need its"),
         ({"num_hidden_layers": None}, "needs num_hidden_layers, has "),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to 1024, got 1000000000"),
         ({"rope_parameters": [1]}, "rope_parameters must be a map, or null, got [1]"),
