@@ -113,8 +113,8 @@ def require_transformers_numbers(path: Path, model: Phi3ForCausalLM, layouts: li
 def test_what_a_family_refuses_is_refused_with_its_reason(installed, checkpoint, tmp_path):
     config = json.loads((checkpoint[0] / "config.json").read_text())
     for change, reason in [
-        ({"sliding_window": 2047}, "phi3 with sliding_window = 2047 is not supported: attention to a window"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, r"rope_type must be one of \('default',\)"),
+        ({"sliding_window": 2047}, "stacked with sliding_window = 2047 is not supported: attention to a window"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type must be one of default, got 'llama3'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1, got 0.5"),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(config | change))
@@ -137,8 +137,10 @@ def test_entries_of_config_json_may_have_other_names_or_be_left_out(installed, t
 NO_MATTER = {  # entries of transformers' configuration classes that say nothing of what an evaluated model computes
     "initializer_range", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "keys_to_ignore_at_inference",
     "pretraining_tp",  # read by no model of transformers 5
-    "attention_dropout", "residual_dropout",  # of training: log-probs of a step are those that were sampled from
+    # of training: log-probs of a step are those that were sampled from
+    "attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop",
     "max_window_layers",  # which layers have a window, where no sequence is longer than it
+    "original_max_position_embeddings",  # of scaled rotary embedding: test_positions
     "output_router_logits", "router_aux_loss_coef",  # actor.aux_loss_coef
 }  # fmt: skip
 OTHERS = {"hidden_act": "gelu", "layer_types": ["linear_attention"] * 4, "mlp_only_layers": [0], "sliding_window": 7,
@@ -223,7 +225,7 @@ def test_what_a_model_type_lacks_is_said_of_types_that_transformers_knows():
 
 
 def test_an_unknown_model_type_is_refused_with_those_that_are_known(installed):
-    known = "granite, llama, mistral, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe, seed_oss, smollm3"
+    known = "granite, llama, mistral, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe, seed_oss, smollm3, stacked"
     with pytest.raises(InputError, match=f"must be one of {known}, got 'mixtral': it would need its experts' names"):
         family_of("mixtral")
 

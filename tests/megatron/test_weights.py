@@ -362,7 +362,6 @@ def test_unsupported_models_are_refused_with_the_reason(models, tmp_path):
     for change, reason in [
         ({"model_type": "mixtral"}, "model_type"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ]:
         (tmp_path / "m/config.json").write_text(json.dumps(config | change))
