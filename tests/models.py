@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -22,6 +28,10 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from openrlhf_ext.megatron.model.hf_files import HFRows, read_side_files, save_hf
@@ -33,6 +43,11 @@ FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "granite": (GraniteConfig, GraniteForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
 }
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 _EXPERTS = {"moe_intermediate_size": 48, "num_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN}
@@ -40,6 +55,13 @@ MIXTURES: dict[str, dict[str, Any]] = {  # entries of their configuration
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 80, "norm_topk_prob": False},
     "qwen3_moe": {**_EXPERTS, "norm_topk_prob": True},
 }
+_ENTRIES: dict[str, dict[str, Any]] = {  # of the other families whose classes' defaults are not what a test wants
+    **MIXTURES,
+    "granite": {
+        "embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.22, "logits_scaling": 2.0,
+    },
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+}  # fmt: skip
 
 
 def make_tiny_model(
@@ -56,7 +78,7 @@ def make_tiny_model(
     """A random fp32 checkpoint with norms and biases off their trivial values, saved to ``path``."""
     torch.manual_seed(seed)
     config_class, model_class = FAMILIES[family]
-    more = {**MIXTURES.get(family, {}), **more}
+    more = {**_ENTRIES.get(family, {}), **more}
     config = config_class(
         vocab_size=vocab, hidden_size=16 * heads, intermediate_size=96, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
@@ -122,8 +144,7 @@ def make_tiny_policy(
         "num_attention_heads": 4, "num_key_value_heads": 2,
     } | shape  # fmt: skip
     config_class, model_class = FAMILIES[family]
-    if family in MIXTURES:
-        sizes = {**MIXTURES[family], **sizes}
+    sizes = {**_ENTRIES.get(family, {}), **sizes}
     config = config_class(
         max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.1, pad_token_id=0, eos_token_id=1,
         bos_token_id=None, **sizes,
@@ -132,10 +153,12 @@ def make_tiny_policy(
     fast.save_pretrained(path)
 
 
-def make_reward_model(path: Path, language_model: Path, **config: float) -> PreTrainedModel:
+def make_reward_model(
+    path: Path, language_model: Path, kind: Any = AutoModelForSequenceClassification, **config: float
+) -> PreTrainedModel:
     """A sequence classifier of transformers, a decoder with a bias-free linear head called ``score``, of the language
     model's decoder, with its tokenizer and these entries in its config.json."""
-    model = AutoModelForSequenceClassification.from_pretrained(language_model, num_labels=1, dtype=torch.float32)
+    model = kind.from_pretrained(language_model, num_labels=1, dtype=torch.float32)
     with torch.no_grad():
         model.score.weight.copy_(torch.randn(model.score.weight.shape, generator=torch.Generator().manual_seed(9)))
     model.config.update(config)

@@ -43,6 +43,11 @@ LIBRARIES_READ = {
     "from_config_dict_json": "vLLM's get_quant_config, of a quantization",
     # set: the library reads it
     "use_precision_aware_optimizer_no_fp8_or_ds_fp8": "Megatron's distributed optimizer, of the configuration",
+    "self_attn_bda": "Megatron's TransformerLayer.forward, of itself",
+    "mlp_bda": "Megatron's TransformerLayer.forward, of itself",
+    "yarn_rotary_scaling_factor": "Megatron's attention, of the configuration",
+    "yarn_mscale": "Megatron's attention, of the configuration",
+    "yarn_mscale_all_dim": "Megatron's attention, of the configuration",
     "grad_scale_func": "Megatron's schedules, of the configuration",
     "no_sync_func": "Megatron's schedules, of the configuration",
     "use_cpu_initialization": "Megatron's layers, of the configuration",

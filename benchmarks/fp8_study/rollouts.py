@@ -58,7 +58,7 @@ def _engine(machine: Machine, folder: str, way: str, length: int, sequences: int
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # errors have a traceback here
     dtype = "bfloat16" if machine.on_gpu else "float32"
     options = Vllm(max_num_seqs=sequences, kv_cache_mib=64)
-    arguments = offline_engine_args(folder, dtype, length, options, _GPU_SHARE if machine.on_gpu else None)
+    arguments = offline_engine_args(folder, dtype, length, options, _GPU_SHARE if machine.on_gpu else None, {})
     arguments.pop("in_process", None)
     arguments |= {"enable_prefix_caching": False, "skip_tokenizer_init": True, "enable_sleep_mode": machine.on_gpu}
     if way != BF16:

@@ -41,12 +41,19 @@ def _merge(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-    from openrlhf_ext.config.model_rules import divisible
+    from openrlhf_ext.config.files import has_weights
+    from openrlhf_ext.config.model_rules import beyond_window, divisible
+    from openrlhf_ext.megatron.families import UnknownModelType
     from openrlhf_ext.megatron.layout import ParallelLayout
     from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, describe, unaccounted_tensors
     from openrlhf_ext.megatron.model.shape import read_model_shape
     from openrlhf_ext.options.sections import Megatron
-    from openrlhf_ext.tools.plan.conversion_check import LOGPROB_TOLERANCES, CheckSettings, check_conversion
+    from openrlhf_ext.tools.plan.conversion_check import (
+        LOGPROB_TOLERANCES,
+        CheckSettings,
+        check_conversion,
+        nearest_family,
+    )
 
     try:
         ranks = arguments.pp * math.lcm(arguments.tp * arguments.cp, arguments.ep * (arguments.etp or 1))
@@ -65,11 +72,14 @@ def _check(arguments: argparse.Namespace) -> int:
         if wrong := [problem for _, problem in layout.problems(_FLAGS.__getitem__)]:
             raise ValueError("; ".join(wrong))
         shape = read_model_shape(arguments.check)
-        if faults := [fault.message for fault in divisible("--check", shape, _FLAGS.__getitem__, cut)]:
-            raise ValueError("; ".join(faults))
+        faults = [*divisible("--check", shape, _FLAGS.__getitem__, cut)]
+        if faults := [*faults, *beyond_window("--check", shape, "--tokens", arguments.tokens)]:
+            raise ValueError("; ".join(fault.message for fault in faults))
         problems = unaccounted_tensors(HFCheckpoint(arguments.check), shape)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
+        if isinstance(error, UnknownModelType) and has_weights(arguments.check):
+            print(nearest_family(arguments.check), file=sys.stderr)
         return 2
     if problems:
         print(f"{arguments.check}: {describe(problems)}", file=sys.stderr)

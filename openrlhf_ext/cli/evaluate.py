@@ -134,6 +134,8 @@ async def _open_vllm(options: Evaluate, tokenizer: Any, prompts: Sequence[str]) 
     from openrlhf_ext import patches
 
     patches.apply()
+    from openrlhf_ext.config.model_rules import local_shape
+    from openrlhf_ext.megatron.model.positions import engine_overrides
     from openrlhf_ext.options.sections import Vllm
     from openrlhf_ext.rollout.launch import engine_env, offline_engine_args
 
@@ -148,7 +150,11 @@ async def _open_vllm(options: Evaluate, tokenizer: Any, prompts: Sequence[str]) 
     longest = max(map(len, tokenizer(list(prompts), add_special_tokens=False)["input_ids"]))
     section = Vllm(tensor_parallel_size=options.tensor_parallel_size, kv_cache_mib=options.kv_cache_mib)
     share = options.gpu_memory_utilization if use_gpu else None
-    engine_args = offline_engine_args(model, options.dtype, longest + options.max_new_tokens, section, share)
+    shape, _ = local_shape("model", model)  # None: of a model that only vLLM knows
+    overrides = {} if shape is None else engine_overrides(shape.rotary)
+    engine_args = offline_engine_args(
+        model, options.dtype, longest + options.max_new_tokens, section, share, overrides
+    )
     engine = await OfflineEngine.start(engine_args, options.engine_timeout_s)
     try:
         yield EngineSampler(engine, tokenizer, options)

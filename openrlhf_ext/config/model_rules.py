@@ -74,6 +74,7 @@ def shape_violations(config: RunConfig | SupervisedConfig, model: ModelShape, op
     if isinstance(config, RunConfig):
         yield from _heads_divisible(option, model, "vllm.tensor_parallel_size", config.vllm.tensor_parallel_size)
     yield from _positions(option, model, config.data.max_len)
+    yield from _fused_positions(option, model, config)
     yield from precision.layers(option, model, config)
     yield from precision.widths(option, model, config)
 
@@ -328,9 +329,30 @@ def _indivisible(option: str, size_option: str, size: int, what: str, count: int
 
 def _positions(option: str, model: ModelShape, max_len: int) -> Iterator[Violation]:
     if model.max_positions is not None and max_len > model.max_positions:
+        kind = model.rotary["rope_type"]
+        said = f" and its rope_type {kind}" if kind in ("yarn", "linear") else ""
         yield Violation((option, "data.max_len"),
-            f"data.max_len must not exceed the model's max_position_embeddings: got {max_len} > {model.max_positions} "
-            f"tokens of the model of {option}; lower data.max_len")
+            f"data.max_len must not exceed the model's max_position_embeddings{said}: got {max_len} > "
+            f"{model.max_positions} tokens of the model of {option}; lower data.max_len")
+    yield from beyond_window(option, model, "data.max_len", max_len)
+
+
+def _fused_positions(option: str, model: ModelShape, config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
+    """Megatron's fused kernel takes no factor, and does not say so (megatron-core 0.16.1 rope_utils.py:290)."""
+    if not config.megatron.rope_fusion or (factor := model.rotary_factor) == 1.0:
+        return
+    yield Violation((option, "megatron.rope_fusion"),
+        f"megatron.rope_fusion leaves out the factor of cosines and sines, which is {factor:g} for the model of "
+        f"{option} (rope_type {model.rotary['rope_type']}): leave megatron.rope_fusion out")
+
+
+def beyond_window(option: str, model: ModelShape, length_option: str, length: int) -> Iterator[Violation]:
+    """Attention with a window is that without one in sequences that are not longer; others are not computed."""
+    if model.window is not None and length > model.window:
+        yield Violation((option, length_option),
+            f"{length_option} must not exceed the attention window of the model of {option} (sliding_window in its "
+            f"config.json), which is exact up to its length and not built beyond: got {length} > {model.window} "
+            f"tokens; set {length_option} to at most {model.window}")
 
 
 def _divisors(number: int) -> str:

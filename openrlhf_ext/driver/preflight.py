@@ -414,7 +414,7 @@ def guide_violations(config: RunConfig) -> Iterator[Violation]:
         guide, policy = (asdict(read_model_shape(folder)) for folder in folders)
     except InputError:
         return  # reported by other rules
-    names = [name for name in guide if guide[name] != policy[name] and name != "max_positions"]
+    names = [name for name in guide if guide[name] != policy[name] and name not in ("max_positions", "window")]
     if names:
         different = ", ".join(f"{name} {guide[name]} and {policy[name]}" for name in names)
         yield Violation(

@@ -34,6 +34,7 @@ from openrlhf_ext.driver.waits import Deadline, call_ranks
 from openrlhf_ext.fp8 import cuda_home
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.adapter import chosen_adapter
+from openrlhf_ext.megatron.model.positions import engine_overrides
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.settings import row_costs, without_adapters
 from openrlhf_ext.megatron.step.dealing import RowCosts
@@ -151,6 +152,7 @@ def _create_engines(
         tells_entropies=tells_entropies,
         routed_experts=routed_experts,
         more_env={} if layers is None else fp8_env(use_gpu),
+        hf_overrides=engine_overrides(read_model_shape(model_path).rotary),
     )
 
 

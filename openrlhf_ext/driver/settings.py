@@ -79,6 +79,7 @@ def policy_settings(config: RunConfig, steps: int) -> ModelSettings:
         {model.name: model.path for model in frozen_models(config) if not model.ranks},
         aux_loss_coef=actor.aux_loss_coef,
         adam_offload=config.ds.optimizer_on_host,
+        max_len=config.data.max_len,
     )
 
 

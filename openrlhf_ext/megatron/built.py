@@ -106,7 +106,10 @@ class BuiltModel:
     def build_chunks(self) -> list[HiddenStateGPTModel]:
         chunks = self.settings.layout.virtual_pipeline_size
         stages = [None] if chunks == 1 else range(chunks)
-        return [build_model(self.shape, self.config, stage, converters=self.settings.converters) for stage in stages]
+        converters, longest = self.settings.converters, self.settings.max_len
+        return [
+            build_model(self.shape, self.config, stage, converters=converters, longest=longest) for stage in stages
+        ]
 
     def load_weights(self) -> None:
         load_hf(self.chunks, self.shape, self.settings.model_path)

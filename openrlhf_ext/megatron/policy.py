@@ -224,7 +224,7 @@ class MegatronPolicy(MegatronModel):
         return {
             "weight_VH": self.output_embedding(),
             "target_T": part.targets_N,
-            "temperature": temperature,
+            "temperature": temperature * self.shape.logits_divisor,
             "vocab_size": self.shape.vocab_size,
             "process_group": parallel_state.get_tensor_model_parallel_group(),
             "workspace_bytes": self.settings.megatron.head_workspace_mib << 20,

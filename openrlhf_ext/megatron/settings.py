@@ -36,6 +36,7 @@ class ModelSettings:
     value_head: str = "score"  # of critic and reward model: HF name; ``value_head_prefix`` of its config.json wins
     aux_loss_coef: float = 0.0  # of the loss that balances the load of experts (``experts.balance_loss``)
     adam_offload: bool = False  # Adam's states wait in host memory (``step.host_optimizer``)
+    max_len: int | None = None  # tokens of the longest sequence, by which longrope chooses its frequencies
     normalize_values: bool = False  # values minus mean, by std, of the checkpoint's config.json
 
     def tokens_per_micro_batch(self, forward_only: bool) -> int | None:

@@ -73,6 +73,7 @@ def create_rollout_engines(
     tells_entropies: bool = False,
     routed_experts: bool = False,
     more_env: Mapping[str, str] = MappingProxyType({}),
+    hf_overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> EngineFleet:
     """Start engines and return their handles at once (`wait_until_ready`). Raises ValueError, EngineStartError.
 
@@ -86,6 +87,7 @@ def create_rollout_engines(
         routed_experts: of a mixture of experts, with the completions (`response.Response.experts_RLK`). vLLM keeps a
             row for every slot of its cache on the host: layers x experts of a token, bytes.
         more_env: of the engines' processes, beside `engine_env`.
+        hf_overrides: entries of the model's config.json that are others for vLLM.
     """
     engine_args = {
         "model": model_path,
@@ -105,10 +107,12 @@ def create_rollout_engines(
         "tells_entropies": tells_entropies,
         "routed_experts": routed_experts,
     }
+    overrides = dict(hf_overrides)
     if options.dtype != "fp32":
         # else logits are rounded to the model's dtype, 0.06 nats where they exceed 16; "required for RL
         # training-inference consistency" (vllm 0.29.0 config/model.py:1949)
-        engine_args["hf_overrides"] = {"head_dtype": "float32"}
+        overrides["head_dtype"] = "float32"
+    engine_args["hf_overrides"] = overrides
     engine_args |= batch_limits(use_gpu, options, max_model_len)
     if not use_gpu:
         engine_args |= cpu_engine_args(options)
@@ -221,9 +225,11 @@ def cpu_engine_args(options: Vllm) -> dict[str, Any]:
 
 
 def offline_engine_args(
-    model_path: str, dtype: str, max_model_len: int, options: Vllm, gpu_share: float | None
-) -> dict[str, Any]:
-    """Arguments of an engine outside a run (`in_process.OfflineEngine`); ``gpu_share`` is None on CPU."""
+    model_path: str, dtype: str, max_model_len: int, options: Vllm, gpu_share: float | None,
+    hf_overrides: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of an engine outside a run (`in_process.OfflineEngine`); ``gpu_share`` is None on CPU,
+    ``hf_overrides`` as of `create_rollout_engines`."""
     use_gpu = gpu_share is not None
     engine_args = {
         "model": model_path,
@@ -233,6 +239,7 @@ def offline_engine_args(
         "enable_prefix_caching": True,  # a problem's samples share its prompt
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        "hf_overrides": dict(hf_overrides),
         **batch_limits(use_gpu, options, max_model_len),
     }
     if use_gpu:

@@ -123,7 +123,8 @@ def settings(config: SupervisedConfig, updates: int) -> ModelSettings:
     return ModelSettings(
         path, config.layout, config.megatron, rollout, Train(**dict(config.train)),
         layer_converters(config, read_model_shape(path).family), config, updates,
-        aux_loss_coef=config.model.aux_loss_coef, adam_offload=config.ds.optimizer_on_host,
+        aux_loss_coef=config.model.aux_loss_coef, max_len=config.data.max_len,
+        adam_offload=config.ds.optimizer_on_host,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import NemotronConfig, NemotronForCausalLM
 
 from openrlhf_ext.cli import convert
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint
@@ -107,6 +108,26 @@ def test_a_killed_rank_is_reported(checkpoint, monkeypatch, capsys):
     assert convert.main(["--check", str(checkpoint)]) == 1
     error = capsys.readouterr().err
     assert "terminated with signal SIGKILL" in error and "run out of memory: try --dtype bf16" in error
+
+
+def test_random_sequences_fit_an_attention_window(tmp_path, capsys):
+    make_tiny_model(tmp_path, "mistral", sliding_window=32)
+    assert convert.main(["--check", str(tmp_path)]) == 2
+    assert "got 64 > 32 tokens; set --tokens to at most 32" in capsys.readouterr().err
+
+
+def test_the_family_that_an_unknown_type_resembles_is_named_with_what_is_different(tmp_path, capsys):
+    sizes = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    NemotronForCausalLM(NemotronConfig(**sizes, **heads)).save_pretrained(tmp_path)
+    assert convert.main(["--check", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "got 'nemotron': it would need a LayerNorm scaled by 1 + w" in said
+    assert "nearest: llama; what differs: tensors that llama has not: model.layers.N.input_layernorm.bias, " in said
+    assert "tensors that it alone has: model.layers.N.mlp.gate_proj.weight; " in said
+    assert "hidden_act must be 'silu', got 'relu2'" in said
+    (tmp_path / "model.safetensors").unlink()
+    assert convert.main(["--check", str(tmp_path)]) == 2 and "nearest" not in capsys.readouterr().err
 
 
 def test_files_that_do_not_fit_are_refused_before_any_process_starts(checkpoint, tmp_path, capsys):

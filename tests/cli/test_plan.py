@@ -51,6 +51,15 @@ def test_models_have_their_published_numbers_of_parameters(name, parameters):
     assert rank_states(shape, ParallelLayout(1), 0, StateOptions()).parameters == parameters
 
 
+def test_a_plan_is_made_for_sequences_that_an_attention_window_holds(tmp_path, capsys):
+    config = json.loads((ROOT / "configs/models/qwen2.5-0.5b/config.json").read_text())
+    config |= {"sliding_window": 2048, "use_sliding_window": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ["--actor.model_name_or_path", str(tmp_path), "--gpus", "2", "--data.max_len"]
+    assert plan.main([*model, "2048"]) == 0 and plan.main([*model, "2049"]) == 2
+    assert "got 2049 > 2048 tokens; set data.max_len to at most 2048" in capsys.readouterr().err
+
+
 def test_a_plan_is_printed_and_written_and_its_layout_loads(tmp_path, capsys):
     layout, out = tmp_path / "layout.yaml", tmp_path / "plan.json"
     assert plan.main([*QWEN25_7B, "--gpus", "8", "--write", str(layout), "--json", str(out)]) == 0

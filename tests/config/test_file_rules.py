@@ -49,12 +49,12 @@ def test_a_hub_name_whose_config_is_in_the_checkout_meets_the_rules_at_once(load
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"model_type": "mixtral"}, "qwen2, qwen2_moe, qwen3, qwen3_moe, got 'mixtral': it would need its"),
+        ({"model_type": "mixtral"}, "qwen3, qwen3_moe, seed_oss, smollm3, got 'mixtral': it would need its"),
         ({"num_hidden_layers": None}, "needs num_hidden_layers, has "),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be an integer from 1 to 1024, got 1000000000"),
         ({"rope_parameters": [1]}, "rope_parameters must be a map, or null, got [1]"),
-        ({"rope_scaling": {"rope_type": 7}}, "rotary settings: rope_type must be a text, or null, got 7"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "llama3 rotary scaling needs a factor"),
+        ({"rope_scaling": {"rope_type": 7}}, "rope_type must be one of default, linear, llama3, yarn, longrope, got 7"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type llama3 needs factor, high_freq_factor, low_freq_factor"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a finite number, got 'small'"),
         ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, got 8 and 3"),
         ({"model_type": ["qwen2"]}, "model_type must be a text, got ['qwen2']"),

@@ -276,6 +276,7 @@ def test_tokenizers_in_other_files(problems, run_dir):
         ({"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 32}, ("--megatron.tensor_parallel_size", "2"),
          "the model of guide.model_name_or_path has 9"),
         ({"max_position_embeddings": 128}, (), "data.max_len must not exceed the model's max_position_embeddings"),
+        ({"use_sliding_window": True, "sliding_window": 255}, (), "attention window of the model of guide.model_name"),
     ],
 )  # fmt: skip
 def test_the_guides_model(problems, run_dir, changes, words, wanted):
@@ -343,6 +344,7 @@ def test_where_a_reward_model_goes_and_what_it_cannot_grade(problems, run_dir, w
     [
         ({"vocab_size": 50}, "must know the tokens of the policy: its vocabulary has 50"),
         ({"max_position_embeddings": 64}, "256 > 64 tokens of the model of reward.model_name_or_path"),
+        ({"model_type": "mistral", "sliding_window": 64}, "got 256 > 64 tokens; set data.max_len to at most 64"),
         ({"model_type": "mixtral"}, "mixtral"),
         ({"mean": 0.5}, "std"),
         ({"mean": 0.5, "std": 0}, "std must be a number above 0"),

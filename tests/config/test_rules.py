@@ -128,6 +128,16 @@ def test_sequences_fit_the_model(problems):
     assert "max_position_embeddings" in message and "1025 > 1024" in message
 
 
+@pytest.mark.parametrize("window", [{"model_type": "mistral"}, {"use_sliding_window": True}])
+def test_sequences_fit_an_attention_window(problems, run_dir, window):
+    config = run_dir / "model/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "sliding_window": 512, **window}))
+    assert problems("--data.max_len", "512") == []
+    (message,) = problems("--data.max_len", "513")
+    assert "attention window of the model of actor.model_name_or_path (sliding_window in its config.json)" in message
+    assert "got 513 > 512 tokens; set data.max_len to at most 512" in message
+
+
 @given(prompts=sizes, n=sizes, train=st.integers(1, 60))
 def test_batches_divide(prompts, n, train):
     broken = [train % n != 0, prompts * n % train != 0]

@@ -115,6 +115,13 @@ def test_a_chat_ends_in_an_answer(record, fault, words, tmp_path):
     assert any(fault in found for found in faults([*without, "--data.apply_chat_template"]))
 
 
+def test_sequences_fit_an_attention_window(words, tmp_path):
+    windowed = {**MODEL, "max_position_embeddings": 2048, "model_type": "mistral", "sliding_window": 512}
+    (tmp_path / "model/config.json").write_text(json.dumps(windowed))
+    load_supervised([*words, "--data.max_len", "512"])
+    assert "got 513 > 512 tokens; set data.max_len to at most 512" in faults([*words, "--data.max_len", "513"])[0]
+
+
 def test_an_answer_is_required(words):
     without = [word for word in words if word not in ("--data.output_key", "a")]
     assert any(found.startswith("data.output_key is required") for found in faults(without))

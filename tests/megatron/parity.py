@@ -67,7 +67,7 @@ def settings(case: dict, world_size: int, **optimizer) -> ModelSettings:
     ``Megatron``);
     micro_batch_size or max_tokens (of training), forward_max_tokens; lopsided (one data-parallel rank gets all
     sequences, see ``deal``); piece_unit (of packs); record (experts of the forward pass, for training); aux (weight
-    of the loss that balances experts); on_host (Adam's states).
+    of the loss that balances experts); max_len (tokens of the longest sequence); on_host (Adam's states).
     """
     tokens = case.get("max_tokens")
     return ModelSettings(
@@ -84,7 +84,7 @@ def settings(case: dict, world_size: int, **optimizer) -> ModelSettings:
         micro_batches(case.get("micro_batch_size", 2), tokens),
         (PieceUnit(case.get("piece_unit", 1)),),
         optimizer=Actor(adam=Adam(lr=1e-2, eps=1e-3), lr_scheduler="constant", **optimizer),
-        aux_loss_coef=case.get("aux", 0.0), adam_offload=case.get("on_host", False),
+        max_len=case.get("max_len"), aux_loss_coef=case.get("aux", 0.0), adam_offload=case.get("on_host", False),
         updates=4,
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, GraniteConfig, GraniteModel, GranitePreTrainedModel
 
 from openrlhf_ext.algorithms.segments import Segments
 from openrlhf_ext.algorithms.values import value_clip_fraction, value_loss
@@ -28,6 +28,7 @@ LAYOUTS += [
     {"name": "qwen3", "cp": 2, "tp": 2, "sp": True, "max_tokens": 40},
     {"name": "qwen2-tied", "pp": 2, "vp": 2, "distributed_optimizer": True, "max_tokens": 30},
     {"name": "llama", "cp": 2, "pp": 2, "normalize": True},
+    {"name": "granite", "tp": 2, "cp": 2, "sp": True}, {"name": "smollm3", "pp": 2, "recompute": {"recompute": "full"}},
 ]
 REWARD = [  # frozen, as reward models are
     {"name": "qwen3", "tp": 2, "pp": 2, "sp": True, "frozen": True},
@@ -40,6 +41,16 @@ FRESH = [{"name": "language-model", "tp": 2, "pp": 2}, {"name": "language-model"
 BF16 = {"name": "qwen2", "tp": 2, "dtype": "bf16", "distributed_optimizer": True}
 
 
+class GraniteClassifier(GranitePreTrainedModel):
+    """What transformers has of other families."""
+
+    def __init__(self, config: GraniteConfig) -> None:
+        super().__init__(config)
+        self.model = GraniteModel(config)
+        self.score = torch.nn.Linear(config.hidden_size, 1, bias=False)
+        self.post_init()
+
+
 def make_targets(batch) -> ValueTargets:
     generator = torch.Generator().manual_seed(5)
     old_N, returns_N = (torch.randn(batch.responses.tokens, generator=generator) for _ in range(2))
@@ -48,7 +59,8 @@ def make_targets(batch) -> ValueTargets:
 
 def make_value_model(path, family: str, tied: bool):
     make_tiny_model(path / "lm", family, tied=tied)
-    return make_reward_model(path / "critic", path / "lm", mean=MEAN, std=STD)
+    kind = GraniteClassifier if family == "granite" else AutoModelForSequenceClassification
+    return make_reward_model(path / "critic", path / "lm", kind, mean=MEAN, std=STD)
 
 
 def plain_values(model, batch) -> torch.Tensor:
@@ -103,7 +115,7 @@ def outcome(tmp_path_factory):
     batch, _ = make_batch(61)
     targets = make_targets(batch)
     families = {"qwen2": ("qwen2", False), "qwen2-tied": ("qwen2", True), "qwen3": ("qwen3", False)}
-    families |= {"llama": ("llama", False)}
+    families |= {name: (name, False) for name in ("llama", "granite", "smollm3")}
     models = {name: make_value_model(folder / name, *kind) for name, kind in families.items()}
     paths = {name: str(folder / name / "critic") for name in families}
     paths["language-model"] = str(folder / "qwen2-tied" / "lm")

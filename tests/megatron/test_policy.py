@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.launch import launch
 from tests.megatron.reference import TEMPERATURE, make_batch, reference
@@ -12,13 +15,16 @@ from tests.models import make_tiny_model
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Name -> (path, reference); vocabulary 61 and 59 are divisible neither by 2 nor by 4."""
+    """Name -> (path, reference); vocabulary 61 and 59 are divisible neither by 2 nor by 4. Mistral has a window as long
+    as the longest sequence."""
     made = {}
     for name, family, tied, more in [
         ("qwen2", "qwen2", False, {}), ("qwen2-tied", "qwen2", True, {}), ("qwen3", "qwen3", False, {}),
         ("llama-tied", "llama", True, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
          "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}),
-        ("deep", "qwen2", True, {"layers": 6}),
+        ("deep", "qwen2", True, {"layers": 6}), ("mistral", "mistral", False, {"sliding_window": 20}),
+        ("granite", "granite", False, {}), ("granite-tied", "granite", True, {}), ("seed_oss", "seed_oss", False, {}),
+        ("smollm3", "smollm3", True, {"no_rope_layers": [1, 0, 0, 1]}), ("smollm3-untied", "smollm3", False, {}),
     ]:  # fmt: skip
         path = tmp_path_factory.mktemp(name)
         model = make_tiny_model(path, family, tied=tied, **more)
@@ -42,6 +48,8 @@ LAYOUTS = {
         ("qwen2", {}), ("llama-tied", {"micro_batch_size": 7}), ("qwen3", {"recompute": FULL, "max_tokens": 24}),
         ("qwen2-tied", {"recompute": {**FULL, "recompute_num_layers": 2}}),
         ("qwen3", {"recompute": {**FULL, "recompute_method": "block", "recompute_num_layers": 3}}),
+        ("mistral", {}), ("granite", {}), ("granite-tied", {"head": "two_pass"}),
+        ("seed_oss", {}), ("smollm3", {}), ("smollm3-untied", {"recompute": FULL}),
     ],
     2: [
         ("qwen2", {"tp": 2}), ("qwen2-tied", {"tp": 2, "sp": True, "max_tokens": 30}),
@@ -52,6 +60,11 @@ LAYOUTS = {
         ("qwen2", {"max_tokens": 20}), ("qwen2-tied", {"distributed_optimizer": True, "lopsided": True}),
         ("qwen3", {"tp": 2, "sp": True, "max_tokens": 300, "piece_unit": 128}),
         ("llama-tied", {"cp": 2, "max_tokens": 20, "piece_unit": 16}),
+        *((family, layout) for family in ("mistral", "granite", "seed_oss", "smollm3") for layout in (
+            {"tp": 2, "sp": True, "max_tokens": 30, "steps": 0}, {"cp": 2, "recompute": SELECTIVE, "steps": 0},
+            {"pp": 2, "recompute": FULL},
+        )),
+        ("granite-tied", {"pp": 2, "vp": 2}), ("smollm3-untied", {"pp": 2, "vp": 2}),
     ],
     4: [
         ("qwen2", {"tp": 2, "pp": 2}), ("qwen3", {"tp": 2, "pp": 2, "sp": True, "max_tokens": 30}),
@@ -134,6 +147,10 @@ def test_equals_transformers(checkpoints, world_size):
                 assert metrics["grad_norm"] == pytest.approx(expected["grad_norms"][step], rel=2e-5), case
         first = ranks[0][i]
         assert set(first["weights"]) == set(expected["weights"])
+        if not first["steps"]:
+            loaded = load_file(Path(case["model"]) / "model.safetensors")
+            assert all(torch.equal(first["weights"][name], tensor) for name, tensor in loaded.items()), case
+            expected = {**expected, "weights": loaded}
         for name, grad in first.get("grads", {}).items():
             assert relative(grad, expected["grads"][name]) < 1e-5, (case, name)
         for name, weight in first["weights"].items():

@@ -61,6 +61,12 @@ TEMPLATES = {
         "else m.content %}" + _CHATML + "{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
     ),
+    "r1_distill": (  # of DeepSeek's distilled models: the same, with tokens of its own; the system's words come first
+        "{{ bos_token }}{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '<|User|>' + m.content }}{% elif m.role == 'assistant' %}"
+        "{{ '<|Assistant|>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}"
+    ),
     "thinking_2507": (  # opens reasoning in the generation prompt, and keeps it
         "{% for m in messages %}{% set text = m.content %}" + _CHATML + "{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
@@ -118,6 +124,8 @@ def test_the_assistants_words_are_trained_on_and_nothing_else(tokenizer, name, c
 @pytest.mark.parametrize(("name", "chat", "multiturn", "rule"), [
     ("qwen3", THOUGHT, True, r"message 2: the chat rendered up to its answer is no beginning .* '<think>"),
     ("deepseek_r1", THOUGHT[:2], False, "message 2: the chat rendered before its answer is no beginning"),
+    ("r1_distill", THOUGHT[:2], False, r"message 2: the chat rendered before its answer .* stands '<think>"),
+    ("r1_distill", PLAIN, False, "message 4: the chat rendered before its answer is no beginning"),
     ("deepseek_r1", PLAIN, True, "message 2: the chat rendered before its answer is no beginning"),
     ("thinking_2507", PLAIN, False, "message 4: the chat rendered before its answer is no beginning"),
     ("gemma", [SYSTEM, *PLAIN], False, "is not taken by the chat template: .*no system role"),

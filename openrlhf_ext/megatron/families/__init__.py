@@ -11,32 +11,101 @@ from importlib.metadata import entry_points
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.model.family import Family
 
-__all__ = ["family_of"]
+__all__ = ["UnknownModelType", "family_of", "model_types"]
 
 GROUP = "openrlhf_ext.families"
 
-# mixtures of experts that users ask for -> what a family of theirs would need
-_MIXTURES = {
+_BEHIND = "norms behind attention and MLP, where a layer has no place for them"
+_SIDE_BY_SIDE = "attention and MLP side by side, and a LayerNorm before them"
+_LAYER_NORM = "a LayerNorm"
+_INTERLEAVED = "rotary embedding of neighboring entries, not of the halves of a head"
+_UNGATED = "an MLP of squared ReLU without a gate"
+_DELTA_NET = "gated delta net, which megatron-core 0.16.1 does not compute over packed sequences"
+_LATENT = "multi-head latent attention"
+_GROUPS = f"{_LATENT}, and a sigmoid router with groups and a bias of each expert"
+_STATE_SPACE = "state-space layers"
+_LEARNED = "learned or linear positions instead of a rotary embedding"
+_IMAGES = "a decoder within a model of images and text: only text models are built"
+_NO_CLASS = "a model class of transformers, whose release 5.15 has none for it"
+# model types that users ask for -> what a family of theirs would need (transformers 5.15, models/*/modeling_*.py)
+_NEEDS = {
+    # mixtures of experts
     "mixtral": "its experts' names (block_sparse_moe.experts.*.w1, w2, w3), and a test of its numbers",
     "olmoe": "a norm of whole queries and keys, not of each head's",
     "glm4_moe": "a sigmoid router with a bias of each expert, dense first layers and partial rotary embedding",
-    "deepseek_v3": "multi-head latent attention, and a sigmoid router with groups and a bias of each expert",
-    "kimi_k2": "multi-head latent attention, and a sigmoid router with groups and a bias of each expert",
+    "granitemoe": "Granite's factors beside experts, and its experts' names (block_sparse_moe)",
+    "deepseek_v2": f"{_LATENT}, and dense first layers",
+    "deepseek_v3": _GROUPS,
+    "kimi_k2": _GROUPS,
+    "minimax_m2": "a sigmoid router with a bias of each expert, and a norm of whole queries and keys",
     "gpt_oss": "attention sinks, sliding windows, biases, clamped SwiGLU and MXFP4 files",
-    "qwen3_next": "gated delta net, which megatron-core 0.16.1 does not compute over packed sequences",
-    "qwen3_5_moe": "gated delta net, which megatron-core 0.16.1 does not compute over packed sequences",
+    "qwen3_next": _DELTA_NET,
+    "qwen3_5_moe": _DELTA_NET,
+    "qwen3_5_moe_text": _DELTA_NET,
+    # dense models
+    "olmo": "a LayerNorm without weights",
+    "olmo2": f"{_BEHIND}, and a norm of whole queries and keys, not of each head's",
+    "olmo3": f"{_BEHIND}, a norm of whole queries and keys, not of each head's, and attention windows",
+    "gemma": "norms scaled by 1 + w, GELU, and embeddings scaled by the root of their width",
+    "gemma2": f"{_BEHIND}, norms scaled by 1 + w, GELU, and soft-capped scores and logits",
+    "gemma3": _IMAGES,
+    "gemma3_text": f"{_BEHIND}, norms scaled by 1 + w, GELU, and two rotary bases",
+    "qwen3_5": _DELTA_NET,
+    "qwen3_5_text": _DELTA_NET,
+    "exaone4": f"{_BEHIND}, and no rotary embedding in layers without a window",
+    "glm": f"{_INTERLEAVED}, and that of a part of the head",
+    "glm4": f"{_BEHIND}, and {_INTERLEAVED}, that of a part of the head",
+    "ernie4_5": _INTERLEAVED,
+    "helium": _INTERLEAVED,
+    "cohere": f"{_SIDE_BY_SIDE}, {_INTERLEAVED}, and a factor of logits",
+    "cohere2": f"{_SIDE_BY_SIDE}, {_INTERLEAVED}, a factor of logits, and attention windows",
+    "hunyuan_v1_dense": "norms of query and key behind the rotary embedding, not before it",
+    "ministral": "a family of its own: Llama's layer with the windows of layer_types, and a test of its numbers",
+    "ministral3": "a factor of queries that grows with their position (llama_4_scaling_beta)",
+    "mistral3": _IMAGES,
+    "nemotron": f"{_LAYER_NORM} scaled by 1 + w, {_UNGATED}, and rotary embedding of a part of the head",
+    "arcee": _UNGATED,
+    "apertus": "an MLP of xIELU without a gate",
+    "jais2": f"{_LAYER_NORM}, and {_UNGATED}",
+    "stablelm": f"{_LAYER_NORM}, and rotary embedding of a part of the head",
+    "starcoder2": f"{_LAYER_NORM}, an MLP of GELU without a gate, and biases of all projections",
+    "phi": f"{_SIDE_BY_SIDE}, biases of all projections, and rotary embedding of a part of the head",
+    "gpt_neox": f"{_SIDE_BY_SIDE}, and biases of all projections",
+    "falcon": _SIDE_BY_SIDE,
+    "minicpm3": _LATENT,
+    "bitnet": "norms within attention and MLP, and ternary weights",
+    "lfm2": "short convolutions",
+    "nemotron_h": _STATE_SPACE,
+    "falcon_h1": _STATE_SPACE,
+    "granitemoehybrid": _STATE_SPACE,
+    "gpt2": _LEARNED,
+    "opt": _LEARNED,
+    "bloom": _LEARNED,
+    "mpt": _LEARNED,
+    "internlm2": _NO_CLASS,
+    "baichuan": _NO_CLASS,
+    "qwen": _NO_CLASS,
+    "chatglm": _NO_CLASS,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma4", "llama4", "mllama"), _IMAGES),
 }
+
+
+class UnknownModelType(InputError):
+    """There is no family of a checkpoint's ``model_type``."""
+
+
+def model_types() -> list[str]:
+    """Of all families: those of this package, and installed ones."""
+    own = [module.name for module in pkgutil.iter_modules(__path__)]
+    return sorted({*own, *entry_points(group=GROUP).names})
 
 
 @cache
 def family_of(model_type: str) -> Family:
-    """The family of checkpoints whose ``config.json`` says ``model_type``. Raises InputError: there is none."""
-    own = [module.name for module in pkgutil.iter_modules(__path__)]
-    if model_type in own:
+    """The family of checkpoints whose ``config.json`` says ``model_type``. Raises UnknownModelType."""
+    if model_type in {module.name for module in pkgutil.iter_modules(__path__)}:
         return import_module(f"{__name__}.{model_type}").FAMILY
-    installed = entry_points(group=GROUP)
-    for entry in installed.select(name=model_type):
+    for entry in entry_points(group=GROUP).select(name=model_type):
         return entry.load()
-    known = ", ".join(sorted({*own, *installed.names}))
-    needs = f": it would need {_MIXTURES[model_type]}" if model_type in _MIXTURES else ""
-    raise InputError(f"model_type must be one of {known}, got {model_type!r}{needs}")
+    needs = f": it would need {_NEEDS[model_type]}" if model_type in _NEEDS else ""
+    raise UnknownModelType(f"model_type must be one of {', '.join(model_types())}, got {model_type!r}{needs}")

@@ -1,10 +1,12 @@
 """Qwen3: query and key are normalized per head."""
 
-from openrlhf_ext.megatron.model.family import LAYER, QK_NORM, Family
+from openrlhf_ext.megatron.model.family import LAYER, NO_BIAS, QK_NORM, Family
 
 FAMILY = Family(
     model_type="qwen3",
     critic_class="Qwen3ForSequenceClassification",
     layer={**LAYER, **QK_NORM},
-    refused={"attention_bias": "projections of this family have no bias here"},
+    config_defaults={"sliding_window": 4096},
+    refused={"attention_bias": NO_BIAS},
+    window_switch=True,
 )

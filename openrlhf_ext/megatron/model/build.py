@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from copy import copy
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from torch import Tensor
 from openrlhf_ext.megatron.layers import LayerConverter
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.mlps import MLP
+from openrlhf_ext.megatron.model import positions
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.spec import PackedSequences, block_spec
 from openrlhf_ext.megatron.step.batch import PackedBatch
@@ -30,16 +32,27 @@ logger = logging.getLogger(__name__)
 
 
 class HiddenStateGPTModel(GPTModel):
-    """GPTModel whose last stage returns the final hidden states, so that the head sees only the positions it needs."""
+    """GPTModel whose last stage returns the final hidden states, so that the head sees only the positions it needs.
+    ``frequencies_D``: of its rotary embedding (``positions.rotary``)."""
+
+    frequencies_D: Tensor
 
     def _preprocess(self, *, position_ids: Tensor, packed_seq_params: PackedSequences, **kwargs) -> tuple:
         """The angles of the rotary embedding for every token of a pack that has no boundaries yet: from boundaries
-        Megatron would put them together twice in every layer (models/common/embeddings/rope_utils.py:186)."""
+        Megatron would put them together twice in every layer (models/common/embeddings/rope_utils.py:186). Computed
+        anew: its own module keeps 32 tables of the longest sequences, 64 MiB each at 128k tokens."""
         made = super()._preprocess(position_ids=position_ids, packed_seq_params=packed_seq_params, **kwargs)
-        if packed_seq_params.cu_seqlens_q is not None:
-            return made
-        decoder_input, rotary_S11D, *others = made
-        return decoder_input, rotary_S11D[position_ids[0], 0], *others
+        decoder_input, _, *others = made
+        self.frequencies_D = self.frequencies_D.to(position_ids.device)  # a buffer would be made bf16
+        if packed_seq_params.cu_seqlens_q is None:
+            return decoder_input, self._angles(position_ids[0])[:, None], *others
+        table = torch.arange(packed_seq_params.max_seqlen_q, device=position_ids.device)
+        return decoder_input, self._angles(table)[:, None, None], *others
+
+    def _angles(self, positions_L: Tensor) -> Tensor:
+        """fp32 (L, rotated dimensions)."""
+        angles_LD = positions_L.float()[:, None] * self.frequencies_D
+        return torch.cat((angles_LD, angles_LD), dim=-1)
 
     def _postprocess(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         """(L, 1, H) final hidden states of this rank's tokens on the last stage, activations for the next elsewhere."""
@@ -85,6 +98,8 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
+        softmax_scale=shape.attention_scale,
+        no_rope_freq=_marks(shape.layers_without_rope, shape.num_layers),
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
         attention_dropout=0.0,
@@ -130,6 +145,11 @@ def _expert_arguments(shape: ModelShape, layout: ParallelLayout) -> dict[str, An
         "expert_model_parallel_size": layout.expert_parallel_size,
         "expert_tensor_parallel_size": layout.expert_tensor,
     }
+
+
+def _marks(chosen: Collection[int], count: int) -> list[int] | None:
+    """A 1 for each chosen one of ``count`` layers, 0 for the others; None if none is chosen."""
+    return [int(number in chosen) for number in range(count)] if chosen else None
 
 
 def _filled_later(weight: Tensor) -> Tensor:
@@ -249,15 +269,42 @@ def fuse_weight_gradients(decoder: torch.nn.Module) -> None:
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]  # torch types attributes as modules
 
 
+def scale_states(model: HiddenStateGPTModel, shape: ModelShape) -> None:
+    """The factors of embeddings and of what attention and MLP add to a layer's hidden states, where they are not 1."""
+    embedding, branch = shape.embedding_factor, shape.residual_factor
+    if embedding != 1.0 and model.pre_process:
+        model.embedding.register_forward_hook(lambda _module, _args, embedded_LBH: embedded_LBH * embedding)
+    if branch != 1.0:
+
+        def add(output_with_bias: tuple[Tensor, None], residual_LBH: Tensor, _dropout: float) -> Tensor:
+            return residual_LBH + output_with_bias[0] * branch
+
+        for layer in model.decoder.layers:
+            layer.self_attn_bda = layer.mlp_bda = lambda training, fused: add
+
+
+def set_positions(model: HiddenStateGPTModel, shape: ModelShape, longest: int | None) -> None:
+    """The frequencies of the rotary embedding. Megatron's attention takes the factor of cosines and sines from the
+    configuration, by YaRN's formula ((0.1 m ln s + 1) / (0.1 n ln s + 1), transformer/attention.py:1102), which with s
+    = e and n = 0 gives any."""
+    with torch.device("cpu"):
+        model.frequencies_D, factor = positions.rotary(shape.rotary, shape.head_dim, longest)
+    if factor != 1.0:
+        model.config.yarn_rotary_scaling_factor = math.e
+        model.config.yarn_mscale, model.config.yarn_mscale_all_dim = 10.0 * (factor - 1.0), 0.0
+
+
 def build_model(
     shape: ModelShape,
     config: TransformerConfig,
     vp_stage: int | None = None,
     meta: bool = False,
     converters: Sequence[LayerConverter] = (),
+    longest: int | None = None,
 ) -> HiddenStateGPTModel:
     """This rank's (virtual) stage of the model, parameters not yet loaded, on this rank's device. ``meta``: on the
-    default device instead, with our layer spec on every machine (``tools.plan``)."""
+    default device instead, with our layer spec on every machine (``tools.plan``); ``longest``: as of
+    ``positions.rotary``."""
     where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     model_class = HiddenStateGPTModel if shape.value_head is None else ValueModel
     model = model_class(
@@ -268,13 +315,12 @@ def build_model(
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=shape.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
-        rope_scaling=shape.rope_scaling_factor is not None,
-        rope_scaling_factor=shape.rope_scaling_factor or 8.0,
+        position_embedding_type="none",  # see ``_preprocess``
         parallel_output=True,
         vp_stage=vp_stage,
     )
+    scale_states(model, shape)
+    set_positions(model, shape, longest)
     if meta:
         return model
     fuse_weight_gradients(model.decoder)

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from openrlhf_ext.inputs import is_integer
 from openrlhf_ext.megatron.mlps import MLP
 from openrlhf_ext.megatron.mlps.dense import DenseMLP
+from openrlhf_ext.megatron.model import positions
 
 Split = Literal["replicated", "row", "vocab", "qkv", "gate_up"]
 Size = str
@@ -85,10 +87,13 @@ QK_NORM = {
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
 _REFUSED = {
     "quantization_config": "only fp32, bf16 and fp16 weights are loaded",
-    "use_sliding_window": "set it to false in config.json",
+    "dual_chunk_attention_config": "vLLM attends in chunks then, transformers does not: remove it from config.json",
+    "logit_scale": "vLLM multiplies logits by it, transformers does not: remove it from config.json",
 }
-# the one scaled variant that megatron-core's RotaryEmbedding implements (rope_utils, Llama 3)
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_REQUIRED = {"is_causal": "attention sees no later tokens here"}
+NO_BIAS = "projections of this family have no bias here"
+ALWAYS_BIAS = "query, key and value of this family have a bias here"
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +105,11 @@ class Family:
     query-key-value projection and norms of query and key are built if, and only if, they are named here.
     ``config_names``: entries of ``config.json`` that this family calls otherwise: usual name -> its name;
     ``config_defaults``: those that it may leave out; ``refused``: those that have to be absent, null, false or empty
-    -> why, or what to do.
+    -> why, or what to do; ``required``: those that have to be absent or true -> why; ``factors``: fields of
+    ``ModelShape`` -> the positive numbers that they are read from. ``window_switch``: ``sliding_window`` holds only
+    where ``use_sliding_window`` is true; ``skips_rope``: layers whose entry in ``no_rope_layers`` is 0 have no rotary
+    embedding, or every ``no_rope_layer_interval``-th if that is null; ``rope_types``: kinds of rotary embedding;
+    ``rotates_part``: ``partial_rotary_factor`` may be below 1.
     """
 
     model_type: str  # of ``config.json``
@@ -113,8 +122,13 @@ class Family:
     output: str = "lm_head.weight"
     config_names: Mapping[str, str] = field(default_factory=dict)
     config_defaults: Mapping[str, Any] = field(default_factory=dict)
-    rope_types: tuple[str, ...] = ("default", "llama3")  # rotary variants that are built
+    rope_types: tuple[str, ...] = tuple(positions.KINDS)
     refused: Mapping[str, str] = field(default_factory=dict)
+    required: Mapping[str, str] = field(default_factory=dict)
+    factors: Mapping[str, str] = field(default_factory=dict)
+    window_switch: bool = False
+    skips_rope: bool = False
+    rotates_part: bool = False
 
     def __post_init__(self) -> None:
         if unknown := sorted(self.layer.keys() - self.parameters.keys()):
@@ -163,30 +177,40 @@ class Family:
 
     def problems(self, config: Mapping[str, Any]) -> Iterator[str]:
         """What of a ``config.json`` (``usual``) is not built, one text for each."""
-        yield from self._rope_problems(rope_settings(config))
+        yield from positions.problems(config, self.rope_types, self.rotates_part)
         yield from self.mlp.problems(config)
+        yield from self._layer_problems(config)
         for entry, why in {**_REFUSED, **self.refused}.items():
             if config.get(entry):
                 yield f"{self.model_type} with {entry} = {config[entry]!r} is not supported: {why}"
+        for entry, why in {**_REQUIRED, **self.required}.items():
+            if entry in config and config[entry] is not True:
+                yield f"{self.model_type} with {entry} = {config[entry]!r} is not supported: {why}"
 
-    def _rope_problems(self, rope: Mapping[str, Any]) -> Iterator[str]:
-        kind = rope_type(rope)
-        if kind not in self.rope_types:
-            yield f"rope_type must be one of {self.rope_types}, got {kind!r}"
-        if rope.get("partial_rotary_factor") not in (None, 1.0):
-            yield f"partial_rotary_factor must be 1, got {rope['partial_rotary_factor']}"
-        if kind == "llama3":
-            if not rope.get("factor"):
-                yield "llama3 rotary scaling needs a factor"
-            wrong = {k: rope[k] for k, v in _LLAMA3_ROPE.items() if rope.get(k) is not None and float(rope[k]) != v}
-            if wrong:
-                yield f"llama3 rotary scaling is built for {_LLAMA3_ROPE}, got {wrong}"
+    def window(self, config: Mapping[str, Any]) -> int | None:
+        """How many tokens attention sees in layers with a window, the query's own among them; None: there are none."""
+        return None if self.window_switch and not config.get("use_sliding_window") else config.get("sliding_window")
 
+    def without_rope(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """The layers without rotary embedding."""
+        layers = range(config["num_hidden_layers"] if self.skips_rope else 0)
+        if (marks := config.get("no_rope_layers")) is not None:
+            return tuple(layer for layer in layers if not marks[layer])
+        return tuple(layer for layer in layers if (layer + 1) % config["no_rope_layer_interval"] == 0)
 
-def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings: ``rope_parameters`` (transformers 5) or ``rope_scaling`` (transformers 4)."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
-
-
-def rope_type(rope: Mapping[str, Any]) -> str:
-    return rope.get("rope_type") or rope.get("type") or "default"
+    def _layer_problems(self, config: Mapping[str, Any]) -> Iterator[str]:
+        kinds, window = set(config.get("layer_types") or ()), self.window(config)
+        if other := sorted(kinds - _LAYER_TYPES):
+            yield f"layer_types must be of {sorted(_LAYER_TYPES)}, others are not built, got {', '.join(other)}"
+        if "sliding_attention" in kinds and window is None:
+            yield "layer_types with sliding_attention needs the window: sliding_window, with use_sliding_window"
+        if window is not None and not (is_integer(window) and window > 0):
+            yield f"sliding_window must be null or an integer above 0, got {window!r}"
+        marks, layers = config.get("no_rope_layers"), config["num_hidden_layers"]
+        if not self.skips_rope:
+            return
+        if marks is not None and len(marks) < layers:
+            yield f"no_rope_layers must be null or a 0 or 1 for each of the {layers} layers, got {marks!r}"
+        interval = config["no_rope_layer_interval"]
+        if marks is None and not (is_integer(interval) and interval > 0):
+            yield f"no_rope_layer_interval must be an integer above 0, got {interval!r}"

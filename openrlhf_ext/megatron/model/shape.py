@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -17,16 +18,23 @@ from openrlhf_ext.inputs import (
     Kind,
     check,
     is_integer,
+    list_of,
     or_null,
     read_json,
     similar_path,
 )  # fmt: skip
 from openrlhf_ext.megatron.families import family_of
 from openrlhf_ext.megatron.mlps import MLP
-from openrlhf_ext.megatron.model.family import Family, rope_settings, rope_type
+from openrlhf_ext.megatron.model import positions
+from openrlhf_ext.megatron.model.family import Family
 from openrlhf_ext.megatron.model.folder import require_one_model
 
 __all__ = ["ModelShape", "read_model_shape", "read_value_scale", "read_value_shape"]
+
+
+_LLAMA3 = {
+    "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class ModelShape:
     max_positions: int | None  # None: config.json does not say
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling_factor: float | None  # Llama 3 scaling; None = plain rotary embedding
+    rope_scaling_factor: float | None  # Llama 3 scaling; None: another one, or plain rotary embedding
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
@@ -55,10 +63,30 @@ class ModelShape:
     experts_per_token: int = 0
     renormalizes: bool = False
     shared_ffn_hidden_size: int = 0
+    # by which embeddings, scores, what each branch of a layer adds, and logits (divided) differ from the usual ones
+    embedding_factor: float = 1.0
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    residual_factor: float = 1.0
+    logits_divisor: float = 1.0
+    layers_without_rope: tuple[int, ...] = ()
+    rope: str | None = None  # JSON of rotary settings besides the two above (``positions.Settings``)
+    window: int | None = None  # of attention, tokens: longer sequences are not computed (``config.model_rules``)
 
     @property
     def family(self) -> Family:
         return family_of(self.model_type)
+
+    @cached_property
+    def rotary(self) -> positions.Settings:
+        if self.rope is not None:
+            return json.loads(self.rope)
+        scaled = {} if self.rope_scaling_factor is None else {**_LLAMA3, "factor": self.rope_scaling_factor}
+        return {"rope_type": "default", "rope_theta": self.rope_theta, **scaled}
+
+    @property
+    def rotary_factor(self) -> float:
+        """What cosines and sines are multiplied by."""
+        return positions.attention_factor(self.rotary)
 
     @cached_property
     def mlp(self) -> MLP:
@@ -93,10 +121,11 @@ class ModelShape:
         return -(-self.vocab_size // tensor_parallel_size) * tensor_parallel_size
 
 
-def read_model_shape(model_path: str | Path) -> ModelShape:
+def read_model_shape(model_path: str | Path, model_type: str | None = None) -> ModelShape:
     """Reads ``model_path/config.json`` (transformers 4 and 5 forms). Raises InputError: there is none, a dimension is
-    missing, or the model type, rotary scaling, activation or bias is not built."""
-    return _shape(_config(model_path), model_path)
+    missing, or the model type, rotary scaling, activation or bias is not built. ``model_type``: read as one of this."""
+    config = _config(model_path)
+    return _shape(config if model_type is None else config | {"model_type": model_type}, model_path)
 
 
 def read_value_shape(model_path: str | Path, value_head: str) -> ModelShape:
@@ -142,24 +171,21 @@ def _required(family: Family) -> dict[str, Kind]:
         "num_hidden_layers": _up_to(2**10), "hidden_size": _up_to(2**18), **own, "num_attention_heads": _up_to(2**12),
         "vocab_size": _up_to(2**22), "rms_norm_eps": NUMBER, "rope_theta": NUMBER, "tie_word_embeddings": FLAG,
         **{entry: FLAG for entry in family.mlp.flags.values()},
+        **{entry: _POSITIVE for entry in family.factors.values()},
     }  # fmt: skip
 
 
 _POSITIVE = Kind("a number above 0", lambda value: NUMBER.holds(value) and value > 0)
+_MARK = Kind("0 or 1", lambda value: value in (0, 1))
 _OPTIONAL = {
+    "no_rope_layers": or_null(list_of(_MARK)),
     "num_key_value_heads": or_null(_up_to(2**12)),
+    "layer_types": or_null(list_of(TEXT)),
     "head_dim": or_null(_up_to(2**12)),
     "max_position_embeddings": or_null(_up_to(2**31)),
     "rope_parameters": or_null(MAP),
     "rope_scaling": or_null(MAP),
 }
-_ROPE = {key: or_null(TEXT) for key in ("rope_type", "type")} | {
-    key: or_null(NUMBER)
-    for key in (
-        "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
-        "partial_rotary_factor",
-    )
-}  # fmt: skip
 
 
 def _head_problems(config: dict[str, Any]) -> Iterator[str]:
@@ -175,12 +201,15 @@ def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
     try:
         family = family_of(own_config["model_type"])
     except InputError as error:
-        raise InputError(f"{path}: {error}") from error
+        raise type(error)(f"{path}: {error}") from error
     config = check(family.usual(own_config), str(path), _required(family), _OPTIONAL)
-    check(rope_settings(config), f"{path}, rotary settings", {}, _ROPE)
     if problems := [*_head_problems(config), *family.problems(config)]:
         raise InputError(f"{path}: " + "; ".join(problems))
-    heads, rope = config["num_attention_heads"], rope_settings(config)
+    heads, rope = config["num_attention_heads"], positions.settings_of(config)
+    # what was read before there were other kinds keeps its form, which checkpoints hold
+    usual = rope["rope_type"] == "llama3" and rope.items() >= _LLAMA3.items()
+    is_told = usual or rope.keys() == {"rope_type", "rope_theta"}
+    factors: dict[str, Any] = {field: float(config[entry]) for field, entry in family.factors.items()}
     return ModelShape(
         model_type=family.model_type,
         num_layers=config["num_hidden_layers"],
@@ -191,11 +220,15 @@ def _shape(own_config: dict[str, Any], model_path: str | Path) -> ModelShape:
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         vocab_size=config["vocab_size"],
-        max_positions=config.get("max_position_embeddings") or None,
+        max_positions=positions.window_of(config),
         rms_norm_eps=config["rms_norm_eps"],
-        rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
-        rope_scaling_factor=float(rope["factor"]) if rope_type(rope) == "llama3" else None,
+        rope_theta=rope["rope_theta"],
+        rope_scaling_factor=float(rope["factor"]) if usual else None,
         tied_embeddings=bool(config["tie_word_embeddings"]),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
+        **factors,
+        layers_without_rope=family.without_rope(config),
+        rope=None if is_told else json.dumps(rope, sort_keys=True),
+        window=family.window(config),
     )

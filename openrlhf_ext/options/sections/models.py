@@ -166,7 +166,7 @@ class TrainedModel(Section):
     """A model under training, of any trainer."""
 
     model_name_or_path: str | None = option(None,
-        "folder of the Hugging Face checkpoint (qwen2, qwen3, llama, qwen2_moe, qwen3_moe), or its hub name; required",
+        "folder of the Hugging Face checkpoint (docs/models.md lists the families), or its hub name; required",
         path="input")
     gradient_checkpointing_enable: bool = option(False,
         "recompute activations in the backward pass; the same as megatron.recompute full")

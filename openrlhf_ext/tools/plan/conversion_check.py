@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import tempfile
 import time
 from collections import Counter
@@ -19,8 +20,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from openrlhf_ext.inputs import InputError
+from openrlhf_ext.megatron.families import family_of, model_types
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.family import Family
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, HFRows
+from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.stores import open_store
 
 LOGPROB_TOLERANCES = {"fp32": 1e-4, "bf16": 0.1}
@@ -104,7 +109,8 @@ def _run_rank(rank: int, settings: CheckSettings, port: int, report: Path) -> No
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     started = time.perf_counter()
     initialize_distributed(settings.layout, settings.timeout_s, _SEED)
-    policy = MegatronPolicy(ModelSettings(settings.path, settings.layout, Megatron(param_dtype=settings.dtype)))
+    megatron = Megatron(param_dtype=settings.dtype)
+    policy = MegatronPolicy(ModelSettings(settings.path, settings.layout, megatron, max_len=settings.tokens))
     loaded = time.perf_counter()
     different, missing, counts = compare_export(
         policy.export_rows(), HFCheckpoint(settings.path), rank, output=policy.shape.family.output
@@ -145,6 +151,31 @@ def compare_export(
         unread.add(output)
     missing = checkpoint.names - rows.keys() - unread if rank == 0 else set()
     return tuple(sorted(different)), tuple(sorted(missing)), (len(rows), parameters)
+
+
+def nearest_family(path: str | Path) -> str:
+    """Which family a checkpoint of an unknown model type resembles most, by the names of its tensors, and what is
+    different in them and in its ``config.json``."""
+    held = {re.sub(r"(?<=\.)\d+(?=\.)", "N", name) for name in HFCheckpoint(path).names}
+    families = sorted(map(family_of, model_types()), key=lambda family: bool(family.factors))  # plain ones first
+    family = min(families, key=lambda family: len(held ^ _names(family)))
+    names = _names(family)
+    more, fewer = sorted(held - names - {family.output}), sorted(names - held)
+    lines = [f"tensors that {family.model_type} has not: {', '.join(more)}"] if more else []
+    lines += [f"tensors that it alone has: {', '.join(fewer)}"] if fewer else []
+    try:
+        read_model_shape(path, family.model_type)
+    except InputError as error:
+        lines.append(str(error))
+    alike = "the same tensors and entries, which does not prove that the same is computed of them"
+    what = "; what differs: " + "; ".join(lines) if lines else f": {alike}"
+    return f"nearest: {family.model_type}{what}; a family of your own: docs/models.md"
+
+
+def _names(family: Family) -> set[str]:
+    """Of a checkpoint's tensors, N in the place of every number."""
+    rules = [family.embedding_rule, family.final_norm_rule, *family.layer_rules]
+    return {name.replace("{layer}", "N").replace("{expert}", "N") for rule in rules for name in rule.hf_names}
 
 
 def _same_rows(part: HFRows, checkpoint: HFCheckpoint) -> bool:

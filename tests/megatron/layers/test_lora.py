@@ -38,6 +38,7 @@ CASES = {
         {"tp": 2, "sp": True, "load": "checkpoint", "steps": 1, "same": 13},
         {"ep": 2, "targets": ATTENTION, "truth": "mixture"},
         {"tp": 2, "sp": True, "ep": 2, "targets": ATTENTION, "truth": "mixture", "distributed_optimizer": True},
+        {"tp": 2, "sp": True, "truth": "granite"}, {"pp": 2, "recompute": FULL, "truth": "smollm3"},
     ],
     4: [
         {"tp": 2, "pp": 2, "sp": True, "recompute": FULL}, {"tp": 2, "cp": 2, "sp": True},
@@ -69,11 +70,14 @@ def truths(root):
     make_tiny_model(root / "tied", tied=True)
     one_kv_model(root / "one_kv")
     make_tiny_model(root / "mixture", "qwen3_moe")
+    make_tiny_model(root / "granite", "granite")
+    make_tiny_model(root / "smollm3", "smollm3", tied=True)
     batch, weights_N = make_batch(61)
     made = {}
     for name, model, targets in [
         ("untied", "untied", "all-linear"), ("tied", "tied", "all-linear"), ("one_kv", "one_kv", "all-linear"),
         ("some", "untied", SOME), ("mixture", "mixture", ATTENTION),
+        ("granite", "granite", "all-linear"), ("smollm3", "smollm3", "all-linear"),
     ]:  # fmt: skip
         made[name] = truth(root / model, root / f"{name}_adapter", batch, weights_N, targets) | {"model": root / model}
     return made
