@@ -39,6 +39,7 @@ CASES = {
         {"ep": 2, "targets": ATTENTION, "truth": "mixture"},
         {"tp": 2, "sp": True, "ep": 2, "targets": ATTENTION, "truth": "mixture", "distributed_optimizer": True},
         {"tp": 2, "sp": True, "truth": "granite"}, {"pp": 2, "recompute": FULL, "truth": "smollm3"},
+        {"tp": 2, "sp": True, "truth": "phi3"},
     ],
     4: [
         {"tp": 2, "pp": 2, "sp": True, "recompute": FULL}, {"tp": 2, "cp": 2, "sp": True},
@@ -72,12 +73,13 @@ def truths(root):
     make_tiny_model(root / "mixture", "qwen3_moe")
     make_tiny_model(root / "granite", "granite")
     make_tiny_model(root / "smollm3", "smollm3", tied=True)
+    make_tiny_model(root / "phi3", "phi3")
     batch, weights_N = make_batch(61)
     made = {}
     for name, model, targets in [
         ("untied", "untied", "all-linear"), ("tied", "tied", "all-linear"), ("one_kv", "one_kv", "all-linear"),
         ("some", "untied", SOME), ("mixture", "mixture", ATTENTION),
-        ("granite", "granite", "all-linear"), ("smollm3", "smollm3", "all-linear"),
+        ("granite", "granite", "all-linear"), ("smollm3", "smollm3", "all-linear"), ("phi3", "phi3", "all-linear"),
     ]:  # fmt: skip
         made[name] = truth(root / model, root / f"{name}_adapter", batch, weights_N, targets) | {"model": root / model}
     return made
