@@ -141,6 +141,8 @@ REFUSED = [
     ({**YARN, "truncate": 1}, "truncate must be true or false, got 1"),
     ({"rope_type": "llama3", "factor": 8.0}, "rope_type llama3 needs high_freq_factor, low_freq_factor"),
     ({**LLAMA3, "low_freq_factor": 8.0}, "high_freq_factor must be above low_freq_factor, got 8.0 and 8.0"),
+    ({**YARN, "beta_fast": 1, "beta_slow": 32}, "beta_fast must be at least beta_slow, got 1 and 32"),
+    ({**YARN, "type": "linear"}, "rotary settings have rope_type 'yarn' and type 'linear': keep one of them"),
     ({"rope_type": 7}, "rope_type must be one of default, linear, llama3, yarn, longrope, got 7"),
     ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
     ({**LONG, "partial_rotary_factor": 1.0}, "short_factor must have an entry for each of 8 frequencies, got 6"),
@@ -152,11 +154,19 @@ REFUSED = [
 def test_other_settings_are_refused_by_name(tmp_path, rope, said):
     make_tiny_model(tmp_path, "llama", layers=1)
     config = json.loads((tmp_path / "config.json").read_text())
-    for form in ({"rope_parameters": rope}, {"rope_parameters": None, "rope_scaling": rope}):
+    for form in ({"rope_parameters": rope}, {"rope_parameters": None, "rope_scaling": rope}):  # transformers 5 and 4
         (tmp_path / "config.json").write_text(json.dumps({"rope_theta": 1e4, **config, **form}))
         with pytest.raises(InputError) as error:
             read_model_shape(tmp_path)
         assert said in str(error.value)
+
+
+def test_two_forms_that_differ_are_refused(tmp_path):
+    make_tiny_model(tmp_path, "llama", layers=1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": YARN}))
+    with pytest.raises(InputError, match="rope_scaling and rope_parameters differ, of which transformers reads the"):
+        read_model_shape(tmp_path)
 
 
 def test_a_part_of_a_head_beside_the_settings_is_not_overlooked(tmp_path):

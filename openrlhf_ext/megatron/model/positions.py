@@ -40,9 +40,9 @@ _REFUSED = {"dynamic": "its frequencies change with the length of a sequence, an
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``rope_parameters`` (transformers 5) or ``rope_scaling`` (transformers 4), without what is null, and with what
-    stands beside it, which comes first (transformers 5.15 modeling_rope_utils.py:765)."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """``rope_scaling`` (transformers 4) or ``rope_parameters`` (transformers 5), without what is null, and with what
+    stands beside it, which comes first (transformers 5.15 modeling_rope_utils.py:742, 765)."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     found = {name: value for name, value in rope.items() if value is not None and name != "type"}
     found |= {"rope_type": kind, "rope_theta": rope.get("rope_theta") or config["rope_theta"]}
@@ -57,8 +57,14 @@ def _given(config: Mapping[str, Any]) -> dict[str, Any]:
 def problems(config: Mapping[str, Any], kinds: tuple[str, ...], partial: bool) -> Iterator[str]:
     """What of a ``config.json`` is not built for a family with these ``kinds``, one text for each; ``partial``: it may
     rotate a part of each head."""
-    given = _given(config)
+    given, (old, new) = _given(config), (config.get(form) or {} for form in ("rope_scaling", "rope_parameters"))
     kind = given["rope_type"]
+    if old and new and old != new:
+        yield "rope_scaling and rope_parameters differ, of which transformers reads the first alone: keep one of them"
+        return
+    if (old or new).get("type") not in (None, kind):
+        yield f"rotary settings have rope_type {kind!r} and type {(old or new)['type']!r}: keep one of them"
+        return
     if nested := sorted(name for name, value in given.items() if isinstance(value, Mapping)):
         yield f"rotary settings of their own for some layers ({', '.join(nested)}) are not built: all have the same"
         return
@@ -93,6 +99,8 @@ def _of_values(config: Mapping[str, Any], given: Settings, partial: bool) -> Ite
     for name in ("short_factor", "long_factor"):
         if name in given and len(given[name]) != rotated // 2:
             yield f"{name} must have an entry for each of {rotated // 2} frequencies, got {len(given[name])}"
+    if given["rope_type"] == "yarn" and given.get("beta_fast", 32) < given.get("beta_slow", 1):
+        yield f"beta_fast must be at least beta_slow, got {given.get('beta_fast', 32)} and {given.get('beta_slow', 1)}"
     if given["rope_type"] == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
         low, high = given["low_freq_factor"], given["high_freq_factor"]
         yield f"high_freq_factor must be above low_freq_factor, got {high} and {low}"
