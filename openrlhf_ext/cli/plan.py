@@ -264,9 +264,22 @@ def _memory(planner: Planner, best: Candidate) -> Iterator[str]:
     first, last = best.policy.states[0], best.policy.states[-1]
     yield (f"  parameters on a rank: {first.parameters:,} of the first stage, {last.parameters:,} of the last; an "
         f"engine works on {best.concurrency} requests at a time")  # fmt: skip
+    yield from _lengths(planner, best)
     for what, parts in (("host memory of a node", best.host), ("checkpoints on disk", _disk(planner))):
         yield f"  {what}: {sum(parts.values()) / _GIB:.1f}"
         yield from _parts(parts)
+
+
+def _lengths(planner: Planner, best: Candidate) -> Iterator[str]:
+    from openrlhf_ext.tools.plan.search import HOST
+
+    window = planner.shape.max_positions
+    found = {"": planner.longest(best)}
+    if not (planner.config.ds.lora.enabled or planner.config.ds.adam_offload):
+        found[" with ds.adam_offload"] = planner.longest(best, HOST)
+    lengths = ", ".join(f"{tokens:,} tokens{how}" for how, tokens in found.items())
+    yield (f"  the longest sequence that fits in this layout (data.max_len): {lengths}"
+        f"{f'; the window of the model is {window:,}' if window else ''}")  # fmt: skip
 
 
 def _sync(planner: Planner, best: Candidate) -> Iterator[str]:

@@ -13,6 +13,8 @@ from openrlhf_ext.config import RunConfig, load_config
 from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.options import value_of
+from openrlhf_ext.tools.plan.memory import GIB
+from openrlhf_ext.tools.plan.search import Planner
 from tests.config.conftest import MIXTURE, MODEL
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs/recipes").glob("*.yaml"))
@@ -25,6 +27,7 @@ VARIANTS = {  # what the recipes name in their comments and docs/papers.md in it
     "qwen2.5_32b_dapo": ["--algo.dynamic_filtering_enable", "false", "--algo.dapo.degenerate", "literal"],
     "qwen2.5_7b_kl_cov": ["--algo.kl_cov.cov_ratio", "2e-4"],
 }  # fmt: skip
+STRETCHED = {"qwen2.5_7b_128k_grpo": "qwen2.5-7b", "qwen3_32b_64k_grpo": "qwen3-32b"}  # the model of a copy
 
 
 @pytest.fixture
@@ -56,11 +59,23 @@ def test_recipes_hold_once_model_data_and_reward_are_given(load_recipe, recipe: 
 PLANNED = {yaml.safe_load(recipe.read_text())["actor.model_name_or_path"]: recipe for recipe in PUBLISHED}
 
 
+def stretched(recipe: Path, folder: Path) -> list[str]:
+    """The model of a recipe that is a copy with another entry in its config.json, as an option; else none."""
+    if recipe.stem not in STRETCHED:
+        return []
+    entry = re.search(r'^#   ("rope_scaling": .+)$', recipe.read_text(), flags=re.MULTILINE)
+    config = json.loads((RECIPES[0].parents[1] / "models" / STRETCHED[recipe.stem] / "config.json").read_text())
+    scaled = config | {"max_position_embeddings": 32768} | json.loads(f"{{{entry[1]}}}")
+    (folder / "stretched").mkdir()
+    (folder / "stretched/config.json").write_text(json.dumps(scaled))
+    return ["--actor.model_name_or_path", "stretched"]
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_dry_run_and_planned_without_a_path(run_dir: Path, recipe: Path, capsys):
     """Its model's shape is that of configs/models; only the toy policy is made first. One of each model is planned."""
     (run_dir / "model/model.safetensors").unlink()
-    toy = ["--actor.model_name_or_path", "model"] if recipe.stem == "smoke_cpu" else []
+    toy = ["--actor.model_name_or_path", "model"] if recipe.stem == "smoke_cpu" else stretched(recipe, run_dir)
     if "\neval." in recipe.read_text():
         toy += ["--eval.dataset", "train.jsonl"]
     assert train_ppo_ray.main(["--config", str(recipe), *toy, "--dry_run"]) == 0, "every rank can be built"
@@ -152,3 +167,15 @@ def test_the_quickstarts_options_run_without_an_evaluation(run_dir: Path):
         f"eval.{leaf} has no effect" for leaf in ("steps", "temperature", "n_samples_per_prompt")
     ]
     assert all("set eval.dataset, or leave it out" in warning for warning in config.warnings)
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.stem in STRETCHED], ids=lambda path: path.stem)
+def test_the_table_of_long_recipes_is_what_plan_sums(run_dir: Path, recipe: Path):
+    words = ["--config", str(recipe), *stretched(recipe, run_dir)]
+    laid_out = Planner(load_config(words, files=False)).as_configured()
+    sampling, training = (moment.total for moment in laid_out.moments)
+    sums = training, laid_out.moments[1].parts["activations"], sampling
+    row = f"{' | '.join(f'{size / GIB:.1f}' for size in sums)} | {sum(laid_out.host.values()) / GIB:.0f} |"
+    table = (Path(__file__).parents[2] / "docs/scaling.md").read_text()
+    (line,) = (line for line in table.splitlines() if line.startswith(f"| `{recipe.stem}`"))
+    assert line.endswith(row), row

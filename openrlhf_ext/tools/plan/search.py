@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from types import MappingProxyType
 from typing import Any
 
 from openrlhf_ext.config import RunConfig, Violation, value_of
@@ -55,6 +57,7 @@ HOST = {"ds.adam_offload": True}
 """What a run takes that otherwise lacks memory for its optimizer states."""
 
 DYNAMIC = {"train.dynamic_batch_enable": True}
+_LENGTH_STEP, _MOST_TOKENS = 1024, 1 << 20
 _OTHER_GPUS = ("H200", "B200")
 
 
@@ -282,7 +285,23 @@ class Planner(Costs):
             least += mean * size if self.config.ds.lora.enabled else states
         return least <= self.clock.gpu.memory
 
-    # ---- how many GPUs, and what else ---------------------------------------------------------------------------
+    # ---- how long, how many GPUs, and what else ---------------------------------------------------------------------
+
+    def longest(self, candidate: Candidate, changes: Options = MappingProxyType({})) -> int:
+        """Tokens of the longest sequence, prompt and response, with which a layout still fits, in steps of 1,024; 0:
+        not even the shortest. At most the model's window. ``changes``: further options."""
+        base, window = with_options(self.config, {**candidate.options, **changes}), self.shape.max_positions
+        prompt = self.config.data.max_len - self.work.longest
+
+        def fits(steps: int) -> bool:
+            tokens = steps * _LENGTH_STEP
+            lengths = {"data.max_len": tokens, "rollout.max_new_tokens": max(1, tokens - prompt)}
+            config = with_options(base, lengths)
+            one = dataclasses.replace(self, config=config, response_tokens=None, prompt_tokens=None)
+            return one.candidate({}, config, one.models(config)).short == 0
+
+        return _LENGTH_STEP * bisect_left(range(1, (window or _MOST_TOKENS) // _LENGTH_STEP + 1), True,
+                                          key=lambda steps: not fits(steps))  # fmt: skip
 
     def fewest_gpus(self) -> int | None:
         """The smallest number of GPUs on which a layout fits: of one node, then whole nodes.

@@ -13,7 +13,7 @@ from openrlhf_ext.config.rules import RULES
 from openrlhf_ext.ranks.shared_gpu import SharedGpu, SharedGpuTooSmall
 from openrlhf_ext.tools.plan.candidate import SHARE, Candidate, with_options
 from openrlhf_ext.tools.plan.memory import Moment, moments
-from openrlhf_ext.tools.plan.search import SHARING, Planner, balanced_ends
+from openrlhf_ext.tools.plan.search import HOST, SHARING, Planner, balanced_ends
 from openrlhf_ext.tools.plan.seconds import GPUS, SLICES, WHOLE, Sync, card
 
 MODELS = (
@@ -167,6 +167,22 @@ def test_a_32b_on_64_gpus_gets_its_weights_as_its_ports_allow():
     given = plan.as_configured().policy.fullest.parameters * 2 * 8 / 2
     assert slices.moving == pytest.approx(max(size / 4, given) / 35e9) and slices.seconds < 1
     assert slices.binds == "what the fullest rank sends"
+
+
+def test_the_longest_sequence_is_the_last_that_fits_and_offloaded_states_make_room_for_more():
+    cut = ("--megatron.tensor_parallel_size", "2", "--megatron.sequence_parallel_enable", "--actor.num_gpus_per_node",
+           "8", "--vllm.num_engines", "2", "--vllm.tensor_parallel_size", "4", "--megatron.recompute", "none",
+           "--vllm.gpu_memory_utilization", "0.6", "--train.micro_batch_size", "1")  # fmt: skip
+    plan = planner("meta-llama/Llama-3.1-8B", True, *cut)
+    laid_out = plan.as_configured()
+    prompt = plan.config.data.max_len - plan.work.longest
+    longest, with_offload = plan.longest(laid_out), plan.longest(laid_out, HOST)
+    assert 8192 < longest < with_offload <= 131072, "the window"
+    for tokens in (longest, longest + 1024):
+        lengths = {"data.max_len": tokens, "rollout.max_new_tokens": tokens - prompt}
+        one = dataclasses.replace(plan, config=with_options(plan.config, lengths)).as_configured()
+        assert one.fits == (tokens == longest)
+    assert plan.longest(laid_out, {"vllm.gpu_memory_utilization": 0.1}) == 0, "its engine holds no sequence"
 
 
 def test_an_engines_sampler_is_in_the_sum_and_its_pool_in_host_memory_where_it_sleeps():
