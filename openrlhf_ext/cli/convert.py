@@ -73,7 +73,14 @@ def _check(arguments: argparse.Namespace) -> int:
             raise ValueError("; ".join(wrong))
         shape = read_model_shape(arguments.check)
         faults = [*divisible("--check", shape, _FLAGS.__getitem__, cut)]
-        if faults := [*faults, *beyond_window("--check", shape, "--tokens", arguments.tokens)]:
+        faults += beyond_window("--check", shape, "--tokens", arguments.tokens)
+        original = shape.rotary.get("original_max_position_embeddings", arguments.tokens)
+        if shape.rotary["rope_type"] == "longrope" and original < arguments.tokens <= 2 * original + 1:
+            raise ValueError(
+                f"--tokens must be at most {original} or above {2 * original + 1} for longrope: sequences have between "
+                f"half of them and all, and transformers chooses the factors for each: got {arguments.tokens}"
+            )
+        if faults:
             raise ValueError("; ".join(fault.message for fault in faults))
         problems = unaccounted_tensors(HFCheckpoint(arguments.check), shape)
     except (ValueError, OSError) as error:

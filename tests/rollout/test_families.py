@@ -38,7 +38,9 @@ SCALED: dict[str, dict[str, Any]] = {
 
 
 def start(folder: Path, family: str) -> Any:
-    scaled = {"rope_parameters": {"rope_theta": 5000.0, **SCALED[family]}} if SCALED[family] else {}
+    scaled: dict[str, Any] = {"rope_parameters": {"rope_theta": 5000.0, **SCALED[family]}} if SCALED[family] else {}
+    if family == "phi3":  # whose class has 4096, which comes before that of the settings
+        scaled |= {"original_max_position_embeddings": 64}
     make_tiny_policy(folder, family, num_hidden_layers=4, **scaled)  # of SmolLM3's the last has no rotary embedding
     options = Vllm(dtype="fp32", enable_prefix_caching=True, kv_cache_mib=32, max_requests=4)
     return launch.create_rollout_engines(

@@ -45,7 +45,7 @@ def _given(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     found = {name: value for name, value in rope.items() if value is not None and name != "type"}
-    found |= {"rope_type": kind, "rope_theta": rope.get("rope_theta") or config["rope_theta"]}
+    found |= {"rope_type": kind, "rope_theta": rope.get("rope_theta") or config.get("rope_theta")}
     if config.get(_PARTIAL) is not None:
         found[_PARTIAL] = config[_PARTIAL]
     if isinstance(kind, str) and _ORIGINAL in KINDS.get(kind, {}):
@@ -119,11 +119,11 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def window_of(config: Mapping[str, Any]) -> int | None:
     """Tokens of the longest sequence, as vLLM counts them (vllm 0.29.0 config/model.py:2452); None: it is not said."""
-    settings, declared = settings_of(config), config.get("max_position_embeddings") or None
-    if settings["rope_type"] == "yarn":
-        return int(settings[_ORIGINAL] * settings["factor"])
-    if settings["rope_type"] == "linear" and declared is not None:
-        return int(declared * settings["factor"])
+    given, declared = _given(config), config.get("max_position_embeddings") or None
+    if given["rope_type"] == "yarn":
+        return int(given[_ORIGINAL] * given["factor"])
+    if given["rope_type"] == "linear" and declared is not None:
+        return int(declared * given["factor"])
     return declared
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from openrlhf_ext.megatron.model.positions import window_of
 from openrlhf_ext.options.sections.evaluate import Evaluate
 from openrlhf_ext.rollout.response import derived_seed
 
@@ -167,8 +168,8 @@ def sample_completions(
 
 def max_prompt_tokens(config: PreTrainedConfig, max_new_tokens: int) -> int | None:
     """Longest prompt that leaves room for the completion; ``None`` where the model states no limit."""
-    positions = getattr(config, "max_position_embeddings", None)
-    return None if positions is None else positions - max_new_tokens
+    window = window_of(config.to_dict())
+    return None if window is None else window - max_new_tokens
 
 
 def _check_lengths(prompts: Sequence[str], prompt_ids: list[list[int]], limit: int | None) -> None:
