@@ -33,7 +33,7 @@ class OnMeta:
         self.config.use_cpu_initialization = True
         with META:
             chunk = built.build_model(self.shape, self.config, meta=True)
-        chunk.rotary_pos_emb.inv_freq = chunk.rotary_pos_emb.inv_freq.to(META)
+        chunk.frequencies_D = chunk.frequencies_D.to(META)
         return [chunk]
 
     def load_weights(self):

@@ -377,22 +377,6 @@ def test_the_transformers_4_form_of_the_rotary_settings_is_read(models, tmp_path
     assert (shape.rope_theta, shape.rope_scaling_factor) == (5e5, 32.0)
 
 
-@pytest.mark.parametrize(("theta", "factor"), [(5e5, 8.0), (5e5, 32.0)], ids=["llama 3.1", "llama 3.2"])
-def test_scaled_rotary_frequencies_are_those_of_transformers(theta, factor):
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    rope = LLAMA3_ROPE | {"factor": factor, "rope_theta": theta}
-    theirs = LlamaRotaryEmbedding(
-        LlamaConfig(head_dim=128, hidden_size=4096, num_attention_heads=32, rope_parameters=rope)
-    )
-    ours = RotaryEmbedding(
-        128, 1.0, rotary_base=theta, rope_scaling=True, rope_scaling_factor=factor, use_cpu_initialization=True
-    )
-    assert torch.allclose(ours.inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
-
-
 def test_weights_say_that_the_fp8_they_were_trained_in_was_emulated(tmp_path):
     fp8, entries = FP8Layers(Recipe(emulate=True)), {"trained_in_fp8": "blockwise e4m3 fp32, EMULATED"}
     for converters, changes in (((fp8,), entries), ((), None)):

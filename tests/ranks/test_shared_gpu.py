@@ -10,11 +10,12 @@ from openrlhf_ext.ranks.shared_gpu import SharedGpu, SharedGpuTooSmall, state_by
 
 GIB = 1 << 30
 # a rank of configs/recipes/qwen2.5_32b_gtpo_entropy.yaml on an H100: 32.8e9 parameters over TP8 PP2, four copies
-RECIPE = SharedGpu(80 * GIB, 0.8, state_bytes(2_050_000_000, 2, 4), 2 * (512 << 20), True, True)
+RECIPE = SharedGpu(80 * GIB, 0.8, state_bytes(2_050_000_000, 2, 4, False), 2 * (512 << 20), True, True)
 
 
 def test_states_of_a_rank_by_hand() -> None:
-    assert state_bytes(100, 2, 4) == 200 + 400 + 300 and state_bytes(100, 4, 1) == 400 + 400 + 800
+    assert state_bytes(100, 2, 4, False) == 200 + 400 + 300 and state_bytes(100, 4, 1, False) == 400 + 400 + 800
+    assert state_bytes(100, 2, 4, True) == 200 + 400, "Adam's are in host memory"
 
 
 def test_the_recipe_fits() -> None:
