@@ -279,7 +279,8 @@ def _lengths(planner: Planner, best: Candidate) -> Iterator[str]:
         found[" with ds.adam_offload"] = planner.longest(best, HOST)
     lengths = ", ".join(f"{tokens:,} tokens{how}" for how, tokens in found.items())
     yield (f"  the longest sequence that fits in this layout (data.max_len): {lengths}"
-        f"{f'; the window of the model is {window:,}' if window else ''}")  # fmt: skip
+        f"{f'; the window of the model is {window:,}' if window else ''}; other layouts may take longer ones: plan "
+        "with that data.max_len")  # fmt: skip
 
 
 def _sync(planner: Planner, best: Candidate) -> Iterator[str]:

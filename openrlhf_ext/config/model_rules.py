@@ -333,7 +333,8 @@ def _positions(option: str, model: ModelShape, max_len: int) -> Iterator[Violati
         said = f" and its rope_type {kind}" if kind in ("yarn", "linear") else ""
         yield Violation((option, "data.max_len"),
             f"data.max_len must not exceed the model's max_position_embeddings{said}: got {max_len} > "
-            f"{model.max_positions} tokens of the model of {option}; lower data.max_len")
+            f"{model.max_positions} tokens of the model of {option}; lower data.max_len, or stretch the window by YaRN "
+            "(docs/models.md#positions)")
     yield from beyond_window(option, model, "data.max_len", max_len)
 
 

@@ -137,8 +137,9 @@ REFUSED = [
     ({"rope_type": "mrope"}, "rope_type must be one of default, linear, llama3, yarn, longrope, got 'mrope'"),
     ({"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
      "rotary settings of their own for some layers (full_attention, sliding_attention) are not built"),
-    ({**YARN, "attn_factor": 0.878}, "others mean different things to transformers and vLLM, got attn_factor: remove"),
-    ({"rope_type": "default", "mrope_section": [1, 2]}, "got mrope_section: remove them from config.json"),
+    ({**YARN, "attn_factor": 0.878}, "got attn_factor: transformers and vLLM do not read others alike; mend the name"),
+    ({"rope_type": "default", "mrope_section": [1, 2]}, "are rope_theta, rope_type, got mrope_section: transformers"),
+    ({"factor": 4.0}, "rotary settings with factor need a rope_type: linear, llama3, yarn, longrope"),
     ({"rope_type": "yarn", "original_max_position_embeddings": 64}, "rope_type yarn needs factor"),
     ({**YARN, "factor": 0.5}, "factor must be a number of at least 1, got 0.5"),
     ({**YARN, "beta_fast": "32"}, "beta_fast must be a number above 0, got '32'"),
@@ -150,7 +151,10 @@ REFUSED = [
     ({"rope_type": 7}, "rope_type must be one of default, linear, llama3, yarn, longrope, got 7"),
     ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
     ({**LONG, "partial_rotary_factor": 1.0}, "short_factor must have an entry for each of 8 frequencies, got 6"),
-    ({"rope_type": "linear", "factor": 2.0, "rope_theta": -1}, "rope_theta must be a number above 0, got -1"),
+    ({"rope_type": "linear", "factor": 2.0, "rope_theta": -1}, "rope_theta must be a number above 1, got -1"),
+    ({"rope_type": "default", "rope_theta": 0}, "rope_theta must be a number above 1, got 0"),
+    ({**YARN, "rope_theta": False}, "rope_theta must be a number above 1, got False"),
+    ({**YARN, "rope_theta": 1}, "rope_theta must be a number above 1, got 1"),
 ]  # fmt: skip
 
 
@@ -170,6 +174,15 @@ def test_two_forms_that_differ_are_refused(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": YARN}))
     with pytest.raises(InputError, match="rope_scaling and rope_parameters differ, of which transformers reads the"):
+        read_model_shape(tmp_path)
+
+
+def test_an_original_window_that_differs_beside_the_settings_is_refused(tmp_path):
+    make_tiny_model(tmp_path, "llama", layers=1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    more = {"rope_parameters": {**YARN, "rope_theta": 5e3}, "original_max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **more}))
+    with pytest.raises(InputError, match="original_max_position_embeddings differs in the rotary settings and beside"):
         read_model_shape(tmp_path)
 
 

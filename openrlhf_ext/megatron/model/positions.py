@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from openrlhf_ext.inputs import FLAG, NUMBER, Kind, is_integer, list_of
+from openrlhf_ext.inputs import FLAG, NUMBER, Kind, is_integer, is_number, list_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +19,7 @@ Settings = Mapping[str, Any]
 _ORIGINAL, _PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 _POSITIVE = Kind("a number above 0", lambda value: NUMBER.holds(value) and value > 0)
 _FACTOR = Kind("a number of at least 1", lambda value: NUMBER.holds(value) and value >= 1)
+_BASE = Kind("a number above 1", lambda value: NUMBER.holds(value) and value > 1)
 _LENGTH = Kind("an integer above 1", lambda value: is_integer(value) and value > 1)
 _SHARE = Kind("a number above 0, at most 1", lambda value: NUMBER.holds(value) and 0 < value <= 1)
 _NEEDED: dict[str, dict[str, Kind]] = {
@@ -45,7 +46,7 @@ def _given(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     found = {name: value for name, value in rope.items() if value is not None and name != "type"}
-    found |= {"rope_type": kind, "rope_theta": rope.get("rope_theta") or config.get("rope_theta")}
+    found |= {"rope_type": kind, "rope_theta": found.get("rope_theta", config.get("rope_theta"))}
     if config.get(_PARTIAL) is not None:
         found[_PARTIAL] = config[_PARTIAL]
     if isinstance(kind, str) and _ORIGINAL in KINDS.get(kind, {}):
@@ -65,6 +66,9 @@ def problems(config: Mapping[str, Any], kinds: tuple[str, ...], partial: bool) -
     if (old or new).get("type") not in (None, kind):
         yield f"rotary settings have rope_type {kind!r} and type {(old or new)['type']!r}: keep one of them"
         return
+    for name in (_ORIGINAL, _PARTIAL):
+        if len({value for value in (config.get(name), (old or new).get(name)) if is_number(value)}) > 1:
+            yield f"{name} differs in the rotary settings and beside them, where transformers reads it: keep one"
     if nested := sorted(name for name, value in given.items() if isinstance(value, Mapping)):
         yield f"rotary settings of their own for some layers ({', '.join(nested)}) are not built: all have the same"
         return
@@ -72,12 +76,16 @@ def problems(config: Mapping[str, Any], kinds: tuple[str, ...], partial: bool) -
         why = f": {_REFUSED[kind]}" if isinstance(kind, str) and kind in _REFUSED else ""
         yield f"rope_type must be one of {', '.join(kinds)}, got {kind!r}{why}"
         return
-    known = {"rope_type": Kind("", lambda _: True), "rope_theta": _POSITIVE, _PARTIAL: _SHARE, **KINDS[kind]}
+    known = {"rope_type": Kind("", lambda _: True), "rope_theta": _BASE, _PARTIAL: _SHARE, **KINDS[kind]}
     if unknown := sorted(given.keys() - known.keys()):
-        yield (
-            f"rotary settings of rope_type {kind} are {', '.join(sorted(known))}, others mean different things to "
-            f"transformers and vLLM, got {', '.join(unknown)}: remove them from config.json"
-        )
+        read = ", ".join(sorted(known.keys() - (set() if partial else {_PARTIAL})))
+        if {"rope_type", "type"} & (old or new).keys():
+            yield (
+                f"rotary settings of rope_type {kind} are {read}, got {', '.join(unknown)}: transformers and vLLM do "
+                "not read others alike; mend the name, or remove them from config.json"
+            )
+        else:
+            yield f"rotary settings with {', '.join(unknown)} need a rope_type: {', '.join(kinds[1:])}"
     needed = {**_NEEDED[kind], **({_ORIGINAL: _LENGTH} if _ORIGINAL in KINDS[kind] else {})}
     if missing := sorted(needed.keys() - given.keys()):
         yield f"rope_type {kind} needs {', '.join(missing)}"

@@ -365,9 +365,9 @@ class Megatron(Section):
         "effect under context parallelism, where ranks hold pieces of every sequence, and with megatron.rope_fusion, "
         "which counts positions from the beginning of each")
     rope_fusion: bool = added(False,
-        "TransformerEngine's rotary embedding (one kernel, fp32 tables) instead of Megatron's (tables in "
+        "TransformerEngine's rotary embedding (one kernel, fp32 cosines and sines) instead of Megatron's (in "
         "megatron.param_dtype, as the engines have them); kl/rollout shows which agrees better with the engines; "
-        "without effect where layers are not TransformerEngine's")
+        "without effect where layers are not TransformerEngine's, refused where yarn or longrope have a factor")
     start_timeout_s: Float = added(600, "longest wait for the ranks of one model to load it and to meet, seconds", gt=0)
     collective_timeout_s: Float = added(600, "longest wait in one collective call before the run fails, seconds", gt=0)
 

@@ -288,20 +288,19 @@ class Planner(Costs):
     # ---- how long, how many GPUs, and what else ---------------------------------------------------------------------
 
     def longest(self, candidate: Candidate, changes: Options = MappingProxyType({})) -> int:
-        """Tokens of the longest sequence, prompt and response, with which a layout still fits, in steps of 1,024; 0:
-        not even the shortest. At most the model's window. ``changes``: further options."""
+        """Tokens of the longest sequence, prompt and response, with which a layout still fits, in steps of 1,024, up to
+        the model's window; 0: not even the shortest. ``changes``: further options."""
         base, window = with_options(self.config, {**candidate.options, **changes}), self.shape.max_positions
-        prompt = self.config.data.max_len - self.work.longest
+        planned, most = self.config.data.max_len, window or _MOST_TOKENS
+        tried = sorted({*range(_LENGTH_STEP, most, _LENGTH_STEP), min(planned, most), most})
+        prompt = planned - self.work.longest
 
-        def fits(steps: int) -> bool:
-            tokens = steps * _LENGTH_STEP
-            lengths = {"data.max_len": tokens, "rollout.max_new_tokens": max(1, tokens - prompt)}
-            config = with_options(base, lengths)
+        def fits(tokens: int) -> bool:
+            config = with_options(base, {"data.max_len": tokens, "rollout.max_new_tokens": max(1, tokens - prompt)})
             one = dataclasses.replace(self, config=config, response_tokens=None, prompt_tokens=None)
             return one.candidate({}, config, one.models(config)).short == 0
 
-        return _LENGTH_STEP * bisect_left(range(1, (window or _MOST_TOKENS) // _LENGTH_STEP + 1), True,
-                                          key=lambda steps: not fits(steps))  # fmt: skip
+        return [0, *tried][bisect_left(tried, True, key=lambda tokens: not fits(tokens))]
 
     def fewest_gpus(self) -> int | None:
         """The smallest number of GPUs on which a layout fits: of one node, then whole nodes.

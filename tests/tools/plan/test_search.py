@@ -182,6 +182,13 @@ def test_the_longest_sequence_is_the_last_that_fits_and_offloaded_states_make_ro
         lengths = {"data.max_len": tokens, "rollout.max_new_tokens": tokens - prompt}
         one = dataclasses.replace(plan, config=with_options(plan.config, lengths)).as_configured()
         assert one.fits == (tokens == longest)
+    between = {"data.max_len": longest - 500, "rollout.max_new_tokens": longest - 500 - prompt}
+    longer = with_options(plan.config, between)
+    assert dataclasses.replace(plan, config=longer).longest(laid_out) == longest, "also of a length between two steps"
+    small = planner("Qwen/Qwen2.5-0.5B", True, "--actor.num_gpus_per_node", "8", "--vllm.num_engines", "8")
+    small.shape_of("actor.model_name_or_path")
+    small._shapes["actor.model_name_or_path"] = dataclasses.replace(small.shape, max_positions=1500)
+    assert small.longest(small.as_configured()) == 1500, "a window that is no whole number of steps"
     assert plan.longest(laid_out, {"vllm.gpu_memory_utilization": 0.1}) == 0, "its engine holds no sequence"
 
 
