@@ -271,12 +271,10 @@ def _memory(planner: Planner, best: Candidate) -> Iterator[str]:
 
 
 def _lengths(planner: Planner, best: Candidate) -> Iterator[str]:
-    from openrlhf_ext.tools.plan.search import HOST
-
     window = planner.shape.max_positions
     found = {"": planner.longest(best)}
-    if not (planner.config.ds.lora.enabled or planner.config.ds.adam_offload):
-        found[" with ds.adam_offload"] = planner.longest(best, HOST)
+    if offload := planner.to_host:
+        found[" with ds.adam_offload"] = planner.longest(best, offload)
     lengths = ", ".join(f"{tokens:,} tokens{how}" for how, tokens in found.items())
     yield (f"  the longest sequence that fits in this layout (data.max_len): {lengths}"
         f"{f'; the window of the model is {window:,}' if window else ''}; other layouts may take longer ones: plan "

@@ -73,8 +73,7 @@ def shape_violations(config: RunConfig | SupervisedConfig, model: ModelShape, op
     yield from divisible(option, model, "megatron.{}".format, config.megatron)
     if isinstance(config, RunConfig):
         yield from _heads_divisible(option, model, "vllm.tensor_parallel_size", config.vllm.tensor_parallel_size)
-    yield from _positions(option, model, config.data.max_len)
-    yield from _fused_positions(option, model, config)
+    yield from _positions(option, model, config)
     yield from precision.layers(option, model, config)
     yield from precision.widths(option, model, config)
 
@@ -126,7 +125,7 @@ def _reward_rules(config: RunConfig, policy: ModelShape | None) -> Iterator[Viol
 
 def _reads_policy(option: str, model: ModelShape, policy: ModelShape | None, config: RunConfig) -> Iterator[Violation]:
     """What holds for a model that gets the policy's sequences."""
-    yield from _positions(option, model, config.data.max_len)
+    yield from _positions(option, model, config)
     if policy is not None and model.vocab_size < policy.vocab_size:
         yield Violation((option,),
             f"{option} must know the tokens of the policy: its vocabulary has {model.vocab_size}, the policy's "
@@ -327,7 +326,8 @@ def _indivisible(option: str, size_option: str, size: int, what: str, count: int
         f"{_divisors(count)}")
 
 
-def _positions(option: str, model: ModelShape, max_len: int) -> Iterator[Violation]:
+def _positions(option: str, model: ModelShape, config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
+    max_len = config.data.max_len
     if model.max_positions is not None and max_len > model.max_positions:
         kind = model.rotary["rope_type"]
         said = f" and its rope_type {kind}" if kind in ("yarn", "linear") else ""
@@ -336,15 +336,11 @@ def _positions(option: str, model: ModelShape, max_len: int) -> Iterator[Violati
             f"{model.max_positions} tokens of the model of {option}; lower data.max_len, or stretch the window by YaRN "
             "(docs/models.md#positions)")
     yield from beyond_window(option, model, "data.max_len", max_len)
-
-
-def _fused_positions(option: str, model: ModelShape, config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
-    """Megatron's fused kernel takes no factor, and does not say so (megatron-core 0.16.1 rope_utils.py:290)."""
-    if not config.megatron.rope_fusion or (factor := model.rotary_factor) == 1.0:
-        return
-    yield Violation((option, "megatron.rope_fusion"),
-        f"megatron.rope_fusion leaves out the factor of cosines and sines, which is {factor:g} for the model of "
-        f"{option} (rope_type {model.rotary['rope_type']}): leave megatron.rope_fusion out")
+    # its kernel takes no factor, and does not say so (megatron-core 0.16.1 models/common/embeddings/rope_utils.py:290)
+    if config.megatron.rope_fusion and (factor := model.rotary_factor) != 1.0:
+        yield Violation((option, "megatron.rope_fusion"),
+            f"megatron.rope_fusion leaves out the factor of cosines and sines, which is {factor:g} for the model of "
+            f"{option} (rope_type {model.rotary['rope_type']}): leave megatron.rope_fusion out")
 
 
 def beyond_window(option: str, model: ModelShape, length_option: str, length: int) -> Iterator[Violation]:

@@ -128,6 +128,25 @@ def test_sequences_fit_the_model(problems):
     assert "max_position_embeddings" in message and "1025 > 1024" in message
 
 
+def test_a_stretched_window_bounds_sequences_and_its_factor_forbids_the_fused_rotary_embedding(problems, run_dir):
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    stretched = json.dumps(MODEL | {"max_position_embeddings": 128, "rope_parameters": yarn})
+    (run_dir / "critic").mkdir()
+    (run_dir / "critic/config.json").write_text(stretched)
+    critic = ["--algo.advantage.estimator", "gae", "--critic.model_name_or_path", "critic", "--megatron.rope_fusion"]
+    (message,) = (found for found in problems(*critic) if "rope_fusion" in found)
+    assert message == (
+        "megatron.rope_fusion leaves out the factor of cosines and sines, which is 1.13863 for the model of "
+        "critic.model_name_or_path (rope_type yarn): leave megatron.rope_fusion out"
+    )
+    (run_dir / "model/config.json").write_text(stretched)
+    assert problems("--data.max_len", "512") == []
+    (message,) = problems("--data.max_len", "513")
+    assert "the model's max_position_embeddings and its rope_type yarn: got 513 > 512 tokens of the model of" in message
+    (message,) = problems("--megatron.rope_fusion")
+    assert "for the model of actor.model_name_or_path (rope_type yarn)" in message
+
+
 @pytest.mark.parametrize("window", [{"model_type": "mistral"}, {"use_sliding_window": True}])
 def test_sequences_fit_an_attention_window(problems, run_dir, window):
     config = run_dir / "model/config.json"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from openrlhf_ext.inputs import InputError
@@ -171,6 +171,21 @@ def test_every_entry_of_a_families_configuration_is_built_or_refused(name, tmp_p
         other = value if entry in OTHERS else not value if isinstance(value, bool) else 2 * (value or 1)
         more = {"no_rope_layers": None} if entry == "no_rope_layer_interval" else {}
         assert shape(**{entry: other}, **more) != shape(**more), f"{entry} {other!r}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_config_json_leaves_out_is_what_transformers_class_has(name, tmp_path):
+    least = {
+        "model_type": name, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, **MIXTURES.get(name, {}),
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(least))
+    shape, theirs = read_model_shape(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    assert shape.rotary == {"rope_type": "default", "rope_theta": theirs.rope_parameters["rope_theta"]}
+    assert (shape.rms_norm_eps, shape.tied_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert shape.head_dim == (getattr(theirs, "head_dim", None) or 16)
+    switched = getattr(theirs, "use_sliding_window", True)
+    assert shape.window == (getattr(theirs, "sliding_window", None) if switched else None)
 
 
 @pytest.mark.parametrize(("family", "changes", "found"), [

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.model.positions import engine_overrides, rotary
@@ -174,6 +174,21 @@ def test_two_forms_that_differ_are_refused(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": YARN}))
     with pytest.raises(InputError, match="rope_scaling and rope_parameters differ, of which transformers reads the"):
+        read_model_shape(tmp_path)
+
+
+def test_phi3s_class_has_an_original_window_of_its_own(tmp_path):
+    """Which transformers takes where config.json has none, and before that of the settings."""
+    make(tmp_path, "longrope")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["original_max_position_embeddings"], config["rope_parameters"]["original_max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert read_model_shape(tmp_path).rotary["original_max_position_embeddings"] == 4096
+    assert theirs.rope_parameters["original_max_position_embeddings"] == 4096
+    config["rope_parameters"]["original_max_position_embeddings"] = 64
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="original_max_position_embeddings differs"):
         read_model_shape(tmp_path)
 
 

@@ -11,7 +11,7 @@ FAMILY = Family(
         "self_attention.linear_qkv.weight": ("self_attn.qkv_proj.weight",),
         "mlp.linear_fc1.weight": ("mlp.gate_up_proj.weight",),
     },
-    config_defaults={"rms_norm_eps": 1e-5},
+    config_defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     refused={"attention_bias": NO_BIAS},
     rotates_part=True,
 )

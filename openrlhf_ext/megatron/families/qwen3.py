@@ -6,7 +6,7 @@ FAMILY = Family(
     model_type="qwen3",
     critic_class="Qwen3ForSequenceClassification",
     layer={**LAYER, **QK_NORM},
-    config_defaults={"sliding_window": 4096},
+    config_defaults={"head_dim": 128, "sliding_window": 4096},
     refused={"attention_bias": NO_BIAS},
     window_switch=True,
 )

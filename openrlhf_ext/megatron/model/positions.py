@@ -25,15 +25,14 @@ _SHARE = Kind("a number above 0, at most 1", lambda value: NUMBER.holds(value) a
 _NEEDED: dict[str, dict[str, Kind]] = {
     "default": {},
     "linear": {"factor": _FACTOR},
-    "llama3": {"factor": _FACTOR, "low_freq_factor": _POSITIVE, "high_freq_factor": _POSITIVE},
-    "yarn": {"factor": _FACTOR},
-    "longrope": {"short_factor": list_of(_POSITIVE), "long_factor": list_of(_POSITIVE)},
+    "llama3": {"factor": _FACTOR, "low_freq_factor": _POSITIVE, "high_freq_factor": _POSITIVE, _ORIGINAL: _LENGTH},
+    "yarn": {"factor": _FACTOR, _ORIGINAL: _LENGTH},
+    "longrope": {"short_factor": list_of(_POSITIVE), "long_factor": list_of(_POSITIVE), _ORIGINAL: _LENGTH},
 }
 _YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _OPTIONAL: dict[str, dict[str, Kind]] = {
-    "llama3": {_ORIGINAL: _LENGTH},
-    "yarn": {_ORIGINAL: _LENGTH, **dict.fromkeys(_YARN, _POSITIVE), "truncate": FLAG},
-    "longrope": {_ORIGINAL: _LENGTH, "factor": _FACTOR, "attention_factor": _POSITIVE},
+    "yarn": {**dict.fromkeys(_YARN, _POSITIVE), "truncate": FLAG},
+    "longrope": {"factor": _FACTOR, "attention_factor": _POSITIVE},
 }
 KINDS = {kind: {**needed, **_OPTIONAL.get(kind, {})} for kind, needed in _NEEDED.items()}
 """The kinds of rotary embedding that are built, and their fields."""
@@ -86,8 +85,7 @@ def problems(config: Mapping[str, Any], kinds: tuple[str, ...], partial: bool) -
             )
         else:
             yield f"rotary settings with {', '.join(unknown)} need a rope_type: {', '.join(kinds[1:])}"
-    needed = {**_NEEDED[kind], **({_ORIGINAL: _LENGTH} if _ORIGINAL in KINDS[kind] else {})}
-    if missing := sorted(needed.keys() - given.keys()):
+    if missing := sorted(_NEEDED[kind].keys() - given.keys()):
         yield f"rope_type {kind} needs {', '.join(missing)}"
     wrong = [f"{name} must be {known[name].words}, got {value!r}" for name, value in given.items()
              if name in known and not known[name].holds(value)]  # fmt: skip
@@ -126,13 +124,11 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def window_of(config: Mapping[str, Any]) -> int | None:
-    """Tokens of the longest sequence, as vLLM counts them (vllm 0.29.0 config/model.py:2452); None: it is not said."""
+    """Tokens of the longest sequence, as vLLM counts them (vllm 0.29.0 config/model.py:2452); None: it is not said.
+    Also of a model that no family has."""
     given, declared = _given(config), config.get("max_position_embeddings") or None
-    if given["rope_type"] == "yarn":
-        return int(given[_ORIGINAL] * given["factor"])
-    if given["rope_type"] == "linear" and declared is not None:
-        return int(declared * given["factor"])
-    return declared
+    stretched = {"yarn": given.get(_ORIGINAL), "linear": declared}.get(given["rope_type"])
+    return declared if stretched is None or "factor" not in given else int(stretched * given["factor"])
 
 
 def rotary(settings: Settings, head_dim: int, longest: int | None) -> tuple[Tensor, float]:

@@ -14,7 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,8 +76,11 @@ class HostOptimizer:
         computing = _Lane.current(self._device)
         started = computing.clock()
         longest = max((len(row[MOMENTS[0]]) for row in self._rows), default=0)
-        names = {name: None for row in self._rows for name in row}
-        slots = [_Slot(names, min(_BLOCK, longest), self._device) for _ in range(_SLOTS)]
+        names = {name for row in self._rows for name in row}
+        slots = [
+            _Slot({name: torch.empty(min(_BLOCK, longest), device=self._device) for name in names})
+            for _ in range(_SLOTS)
+        ]
         self._coming.wait(computing.mark())  # what had the slots' memory before may still be read
         passed = 0
         for group, row in zip(self.param_groups, self._rows, strict=True):
@@ -165,14 +168,8 @@ def _pieces(parameters: list[Tensor], low: int, high: int) -> Iterator[_Piece]:
 class _Slot:
     """Room on the device for a block of every kind of state; ``left``: when the last block has left it."""
 
-    names: dict[str, None]
-    entries: int
-    device: torch.device
+    rooms: dict[str, Tensor]
     left: Any = None
-    rooms: dict[str, Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.rooms = {name: torch.empty(self.entries, device=self.device) for name in self.names}
 
 
 class _Lane:

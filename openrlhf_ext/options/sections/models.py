@@ -429,9 +429,9 @@ class DeepSpeedTraining(Section):
     zpg: Int = no_meaning(1, "ZeRO++ partition size", why=_NO_DEEPSPEED,
         instead="use megatron.distributed_optimizer_enable")
     adam_offload: bool = option(False,
-        "Adam's states (moments, fp32 master weights) wait in host memory, of policy and critic, and pass over the GPU "
-        "in blocks at an update, which computes the same to the last bit: 12 bytes for each parameter of a rank move "
-        "from the GPU to its node, and an update takes seconds longer")
+        "Adam's states (moments, fp32 master weights) of policy and critic wait in host memory and pass over the GPU "
+        "in blocks at an update, with the same results to the last bit: saves the GPU up to 12 bytes for each "
+        "parameter of a rank, and an update takes seconds longer")
     attn_implementation: str = no_meaning("flash_attention_2", "attention implementation of transformers",
         why="attention is Megatron's, chosen by device", instead="leave it out")
     experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "deepgemm"] | None = no_meaning(None,

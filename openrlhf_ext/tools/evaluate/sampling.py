@@ -168,7 +168,9 @@ def sample_completions(
 
 def max_prompt_tokens(config: PreTrainedConfig, max_new_tokens: int) -> int | None:
     """Longest prompt that leaves room for the completion; ``None`` where the model states no limit."""
-    window = window_of(config.to_dict())
+    # some classes call the entry otherwise, and answer to the usual name
+    positions = getattr(config, "max_position_embeddings", None)
+    window = window_of({**config.to_dict(), "max_position_embeddings": positions})
     return None if window is None else window - max_new_tokens
 
 

@@ -33,7 +33,7 @@ from openrlhf_ext.options.sections import Actor, Advantage, Algo, Data, DeepSpee
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.tools.plan.candidate import SHARE, Candidate, PlanError, order, with_options
 from openrlhf_ext.tools.plan.memory import GIB, TOTAL, Moment
-from openrlhf_ext.tools.plan.search import ENDS, EXPERTS, HOST, SIZES, Planner
+from openrlhf_ext.tools.plan.search import ENDS, EXPERTS, SIZES, Planner
 from openrlhf_ext.tools.plan.seconds import GPUS, card
 
 logger = logging.getLogger(__name__)
@@ -368,14 +368,11 @@ def _remedy(config: RunConfig, device: Device, called: Mapping[str, str]) -> str
 
 def _on_host(config: RunConfig, device: Device) -> str:
     """That Adam's states in host memory make it fit, if they do."""
-    cuts = (*SIZES, *EXPERTS, *ENDS)
-    for tried in (config, _unset(config, cuts)):
-        if config.ds.lora.enabled or config.ds.adam_offload:
-            break
-        if _search(_planner(with_options(tried, HOST), device), "fits") is not None:
-            return "; it fits with ds.adam_offload too, which keeps the optimizer states in host memory" + (
-                "" if tried is config else ", and the sizes left out"
-            )
+    offload = _planner(config, device).to_host
+    tries = {"": config, ", and the sizes left out": _unset(config, (*SIZES, *EXPERTS, *ENDS))} if offload else {}
+    for how, tried in tries.items():
+        if _search(_planner(with_options(tried, offload), device), "fits") is not None:
+            return f"; it fits with ds.adam_offload too, which keeps the optimizer states in host memory{how}"
     return ""
 
 

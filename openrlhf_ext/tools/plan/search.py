@@ -53,9 +53,6 @@ SHARES = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Of a GPU for its engine, tried where the run sets none."""
 SHARING = {"train.colocate_all": True, "ds.enable_sleep": True, "vllm.enable_sleep": True}
 """What policy and engines on the same GPUs take."""
-HOST = {"ds.adam_offload": True}
-"""What a run takes that otherwise lacks memory for its optimizer states."""
-
 DYNAMIC = {"train.dynamic_batch_enable": True}
 _LENGTH_STEP, _MOST_TOKENS = 1024, 1 << 20
 _OTHER_GPUS = ("H200", "B200")
@@ -287,6 +284,13 @@ class Planner(Costs):
 
     # ---- how long, how many GPUs, and what else ---------------------------------------------------------------------
 
+    @property
+    def to_host(self) -> Options:
+        """What moves Adam's states to host memory; nothing where they are there, or stay on the GPU in any case."""
+        config = self.config
+        stays = config.ds.lora.enabled or not config.megatron.distributed_optimizer_enable
+        return {} if config.ds.adam_offload or stays else {"ds.adam_offload": True}
+
     def longest(self, candidate: Candidate, changes: Options = MappingProxyType({})) -> int:
         """Tokens of the longest sequence, prompt and response, with which a layout still fits, in steps of 1,024, up to
         the model's window; 0: not even the shortest. ``changes``: further options."""
@@ -346,7 +350,7 @@ class Planner(Costs):
             "policy and engines on the same GPUs": sharing, "dynamic batches": dynamic,
             "both": sharing | dynamic if sharing and dynamic else {},
             "adapters instead of all weights": {} if config.ds.lora.enabled else {"ds.lora.rank": 16},
-            "Adam's states in host memory": {} if config.ds.lora.enabled or config.ds.adam_offload else HOST,
+            "Adam's states in host memory": self.to_host,
         }  # fmt: skip
         tries = [(f"{what} ({_words(new)})", self.with_(new), gpus) for what, new in changes.items() if new]
         if free:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import GPT2Config, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from openrlhf_ext.options.sections.evaluate import Evaluate
 from openrlhf_ext.tools.evaluate.sampling import Completion, max_prompt_tokens, sample_completions
@@ -88,6 +88,16 @@ def test_the_seed_decides_and_nothing_global_changes(
     assert first == again != other
     assert model.training and model.generation_config is own_config
     assert torch.equal(torch.random.get_rng_state(), state) and torch.get_num_threads() == threads
+
+
+def test_the_room_for_prompts_is_that_of_the_stretched_window() -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    assert max_prompt_tokens(Qwen2Config(max_position_embeddings=32, rope_parameters=yarn), 8) == 120
+    tables = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
+    several = Qwen2Config(max_position_embeddings=32)
+    several.rope_parameters = tables
+    assert max_prompt_tokens(several, 8) == 24
+    assert max_prompt_tokens(GPT2Config(n_positions=64), 8) == 56, "by another name, without rotary embedding"
 
 
 @pytest.mark.parametrize("prompt", ["", "1" * (POSITIONS - 7)])

@@ -13,7 +13,7 @@ from openrlhf_ext.config.rules import RULES
 from openrlhf_ext.ranks.shared_gpu import SharedGpu, SharedGpuTooSmall
 from openrlhf_ext.tools.plan.candidate import SHARE, Candidate, with_options
 from openrlhf_ext.tools.plan.memory import Moment, moments
-from openrlhf_ext.tools.plan.search import HOST, SHARING, Planner, balanced_ends
+from openrlhf_ext.tools.plan.search import SHARING, Planner, balanced_ends
 from openrlhf_ext.tools.plan.seconds import GPUS, SLICES, WHOLE, Sync, card
 
 MODELS = (
@@ -176,7 +176,7 @@ def test_the_longest_sequence_is_the_last_that_fits_and_offloaded_states_make_ro
     plan = planner("meta-llama/Llama-3.1-8B", True, *cut)
     laid_out = plan.as_configured()
     prompt = plan.config.data.max_len - plan.work.longest
-    longest, with_offload = plan.longest(laid_out), plan.longest(laid_out, HOST)
+    longest, with_offload = plan.longest(laid_out), plan.longest(laid_out, plan.to_host)
     assert 8192 < longest < with_offload <= 131072, "the window"
     for tokens in (longest, longest + 1024):
         lengths = {"data.max_len": tokens, "rollout.max_new_tokens": tokens - prompt}
