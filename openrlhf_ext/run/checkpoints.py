@@ -45,7 +45,10 @@ CONTROLLER = "controller.json"
 GROUPS = "groups.safetensors"
 CONFIG = "config.yaml"
 # options whose change between two parts of a run says nothing about the training
-_IMMATERIAL = ("ckpt.", "logger.", "profile.", "dry_run", "strict", "train.max_restarts", "train.step_timeout_s")
+_IMMATERIAL = (
+    "ckpt.", "logger.", "profile.", "dry_run", "strict", "train.max_restarts", "train.step_timeout_s",
+    "ds.adam_offload",
+)  # fmt: skip
 
 _READ_BYTES = 64 << 20  # of files whose checksums are compared before ranks, which share the reading, are there
 

@@ -85,12 +85,13 @@ def test_all_faults_in_one_report(words, tmp_path):
         *words, "--adam.lr", "abc", "--eval.dataset", str(tmp_path / "broken.jsonl"), "--data.multiturn",
         "--megatron.tensor_parallel_size", "3", "--model.lora", "4",
         "--adam.learning_rate", "1", "--ds.load_in_4bit", "--ds.lora.rank", "8", "--fp8.enable", "--optim", "muon",
-        "--fp8.rollout_enable",
+        "--fp8.rollout_enable", "--ckpt.async_enable",
     ])  # fmt: skip
     text = "\n".join(found)
     assert "adam.lr: expected number >= 0, got abc (command line)" in found
     assert "unknown option model.lora" in text
     assert "unknown option adam.learning_rate (command line); did you mean adam.lr?" in found
+    assert "unknown option ckpt.async_enable (command line); train_ppo_ray has it, this command does not" in text
     assert "adapters beside FP8 layers are not built: got fp8.enable" in text
     assert "ds.load_in_4bit is not supported" in text and "optim is not supported" in text
     assert "must divide the model's attention heads: got 3, the model of model.model_name_or_path has" in text

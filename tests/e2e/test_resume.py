@@ -103,6 +103,7 @@ def test_a_run_killed_in_a_sync_and_a_save_continues_as_if_never_killed(tmp_path
     assert job.finish() == 0, job.text
     assert "rank00001.safetensors is corrupted" in job.text and "going back to the checkpoint before it" in job.text
     assert re.search(rf"resumed from .*global_step{last - 1}\n", job.text), job.text
+    assert "resuming with another" not in job.text, "of options that the results depend on"
 
     assert_same_run(task)
 
