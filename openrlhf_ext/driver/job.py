@@ -52,6 +52,7 @@ from openrlhf_ext.driver.settings import (
 )
 from openrlhf_ext.driver.waits import Deadline, call_ranks
 from openrlhf_ext.imports import without_collection
+from openrlhf_ext.megatron.model.positions import chosen_factors
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.megatron.settings import row_costs
 from openrlhf_ext.options import required
@@ -218,6 +219,8 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
     logger.info("%d prompts, %d steps; building the policy", len(prompts), steps)
     if label := config.training_label:
         logger.info("the policy's linear layers: %s", label)
+    if factors := chosen_factors(read_model_shape(policy_path(config)).rotary, config.data.max_len):
+        logger.info(factors)
     ranks_s, option = config.megatron.start_timeout_s, "megatron.start_timeout_s"
     with start.limit(ranks_s, "building the policy and connecting it to the engines", option):
         initialize_policy(config, session, policy, engines, probe, steps, start)

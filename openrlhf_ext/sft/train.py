@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.megatron.distributed import initialize_distributed
+from openrlhf_ext.megatron.model.positions import chosen_factors
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings, layer_converters, row_costs
@@ -141,6 +142,8 @@ class Supervised:
         self.steps = self.per_epoch * config.train.max_epochs
         with phase("building the model"):
             self.policy = ranks.policy = MegatronPolicy(settings(config, self.steps))
+        if factors := chosen_factors(self.policy.shape.rotary, config.data.max_len):
+            logger.info(factors)
         groups, data = {"model": ranks.call}, {"examples": fingerprint(examples)}
         self.timeout_s = timeout_s = config.megatron.collective_timeout_s
         with phase("loading the checkpoint"):

@@ -15,7 +15,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _ya
 from transformers import AutoConfig, PreTrainedModel
 
 from openrlhf_ext.inputs import InputError
-from openrlhf_ext.megatron.model.positions import engine_overrides, rotary
+from openrlhf_ext.megatron.model.positions import chosen_factors, engine_overrides, rotary
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.step.batch import PackShape, pack, sequence_batch
 from tests.launch import launch
@@ -68,6 +68,9 @@ def test_frequencies_are_those_of_transformers_model_to_the_last_bit(tmp_path, k
         assert torch.equal(frequencies_D, theirs.inv_freq) and factor == theirs.attention_scaling
         found.append(frequencies_D)
     assert torch.equal(*found) == (settings["rope_type"] != "longrope")
+    said = [str(chosen_factors(settings, longest)).split(" factors")[0] for longest in (64, 65)]
+    ours = [f"positions: longrope's {which}" for which in ("short", "long")]
+    assert said == (["None", "None"] if settings["rope_type"] != "longrope" else ours)
     by_megatron = _yarn_get_concentration_factor(math.e, 10 * (factor - 1), 0.0)
     assert torch.tensor(by_megatron) == torch.tensor(factor), "what attention makes of the configuration, in fp32"
     config = json.loads((tmp_path / "config.json").read_text())

@@ -289,9 +289,6 @@ def set_positions(model: HiddenStateGPTModel, shape: ModelShape, longest: int | 
     = e and n = 0 gives any."""
     with torch.device("cpu"):
         model.frequencies_D, factor = positions.rotary(shape.rotary, shape.head_dim, longest)
-    if (original := shape.rotary.get("original_max_position_embeddings")) and shape.rotary["rope_type"] == "longrope":
-        text = "positions: longrope's %s factors, for all sequences, which have up to %s tokens (original window: %d)"
-        logger.info(text, "long" if longest and longest > original else "short", longest, original)
     if factor != 1.0:
         model.config.yarn_rotary_scaling_factor = math.e
         model.config.yarn_mscale, model.config.yarn_mscale_all_dim = 10.0 * (factor - 1.0), 0.0

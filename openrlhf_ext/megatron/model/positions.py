@@ -154,6 +154,17 @@ def attention_factor(settings: Settings) -> float:
     return rotary(settings, 2, None)[1]
 
 
+def chosen_factors(settings: Settings, longest: int) -> str | None:
+    """Which of longrope's factors hold for all sequences of a run, as a line for its log."""
+    if settings["rope_type"] != "longrope":
+        return None
+    original = settings[_ORIGINAL]
+    return (
+        f"positions: longrope's {'long' if longest > original else 'short'} factors, for all sequences, which have up "
+        f"to {longest} tokens (original window: {original})"
+    )
+
+
 def engine_overrides(settings: Settings) -> dict[str, Any]:
     """``hf_overrides`` with which vLLM multiplies cosines and sines by the same. Of yarn it reads no
     ``attention_factor`` and no ``mscale``, but has a factor of its own beside the usual one; of longrope it has one for
