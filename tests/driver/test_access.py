@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -54,15 +55,23 @@ class Rank:
         return os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.is_available(), os.environ["GLOO_SOCKET_IFNAME"]
 
 
+class Listener(NamedTuple):
+    address: str
+    port: int
+    process: str
+
+
 @dataclass
 class Run:
     """A local run's Ray with two ranks on it.
 
     Attributes:
+        earlier: what listened before it; a test before this one may have left something to its end.
         devices: what each rank says.
     """
 
     address: str
+    earlier: set[Listener]
     devices: list[tuple[str, bool, str]]
     token_file: Path
     logs: Path
@@ -76,8 +85,18 @@ class Run:
     def token(self) -> str:
         return self.token_file.read_text()
 
-    def processes(self) -> list[psutil.Process]:
-        return [psutil.Process(), *children(psutil.Process())]
+
+def processes() -> list[psutil.Process]:
+    """This one and all below it."""
+    return [psutil.Process(), *children(psutil.Process())]
+
+
+def listeners() -> set[Listener]:
+    return {
+        Listener(connection.laddr.ip.removeprefix("::ffff:"), connection.laddr.port, f"{process.pid} {process.name()}")
+        for process in processes()
+        for connection in process.net_connections("tcp") if connection.status == psutil.CONN_LISTEN
+    }  # fmt: skip
 
 
 def settings() -> dict[str, str | None]:
@@ -90,13 +109,13 @@ def run() -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_TOKEN", "of a cluster elsewhere")
         patch.delenv("RAY_ADDRESS", raising=False)
-        before = settings()
+        before, earlier = settings(), listeners()
         with RaySession(policy_ranks=2, engines=0, env={}, verbose=False):
             ranks = [Rank.remote() for _ in range(2)]
             devices = ray.get([rank.devices.remote() for rank in ranks], timeout=PATIENCE_S)
             logs = Path(ray._private.worker._global_node.get_logs_dir_path())
             address, token = ray.get_runtime_context().gcs_address, Path(os.environ["RAY_AUTH_TOKEN_PATH"])
-            yield Run(address, devices, token, logs, before)
+            yield Run(address, earlier, devices, token, logs, before)
         assert settings() == before and not token.exists(), "what is the run's own ends with it"
 
 
@@ -116,12 +135,12 @@ def other_addresses() -> list[str]:
 
 
 def test_no_port_of_a_local_run_answers_at_another_address_of_this_machine(run):
-    listening = {connection.laddr for process in run.processes() for connection in process.net_connections("tcp")
-                 if connection.status == psutil.CONN_LISTEN}  # fmt: skip
-    assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
-    assert run.port in {address.port for address in listening} and len(listening) > 8
+    listening = listeners() - run.earlier
+    assert [listener for listener in listening if listener.address != "127.0.0.1"] == []
+    ports = {listener.port for listener in listening}
+    assert run.port in ports and len(ports) > 8
     for address in other_addresses():
-        for port in {address.port for address in listening}:
+        for port in ports:
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((address, port), timeout=PATIENCE_S).close()
     with pytest.raises(ConnectionError, match="does not answer"):
@@ -159,9 +178,9 @@ def test_a_driver_that_joins_says_at_once_what_is_wrong_with_its_token(run, tmp_
 def test_the_token_is_in_one_file_that_only_the_user_reads(run):
     assert run.token_file.stat().st_mode & 0o777 == 0o600 and run.token_file.parent.stat().st_mode & 0o777 == 0o700
     assert len(run.token) == 64
-    words = [" ".join(process.cmdline()) for process in run.processes()]
+    words = [" ".join(process.cmdline()) for process in processes()]
     logs = [path.read_text(errors="replace") for path in run.logs.parent.rglob("*") if path.is_file()]
-    environments = [str(process.environ()) for process in run.processes()[1:]]
+    environments = [str(process.environ()) for process in processes()[1:]]
     assert len(logs) > 8 and not any(run.token in text for text in [*words, *logs, *environments])
 
 
