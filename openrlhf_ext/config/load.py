@@ -290,7 +290,8 @@ def unknown_option(setting: Setting, table: OptionTable) -> Violation:
         return Violation((setting.name,), message)
     nearest = table.nearest(setting.name)
     hint = f"did you mean {nearest}?" if nearest else "--help lists all options"
-    if table.model is not RunConfig and option_table().find(setting.name) is not None:
+    of_runs = None if table.model is RunConfig else option_table().find(setting.name)
+    if of_runs is not None and of_runs.unsupported is None:
         hint = "train_ppo_ray has it, this command does not" + (f"; the nearest here is {nearest}" if nearest else "")
     options = (setting.name,) if nearest is None else (setting.name, nearest)
     return Violation(options, f"unknown option {setting.name} ({setting.origin}); {hint}")

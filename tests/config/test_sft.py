@@ -79,6 +79,11 @@ def test_sizes_that_deepspeed_is_given(words):
     assert any("ds.zero_stage" in line for line in config.warnings)
 
 
+def test_an_option_that_no_command_supports_is_not_called_one_of_another_command(words):
+    (found,) = faults([*words, "--actor.muon.lr", "1"])
+    assert found.startswith("unknown option actor.muon.lr (command line); ") and "train_ppo_ray" not in found
+
+
 def test_all_faults_in_one_report(words, tmp_path):
     (tmp_path / "broken.jsonl").write_text(json.dumps({"q": "1+1?", "a": 2}) + "\n")
     found = faults([

@@ -66,7 +66,7 @@ class Run:
     """A local run's Ray with two ranks on it.
 
     Attributes:
-        earlier: what listened before it; a test before this one may have left something to its end.
+        earlier: sockets that listened before it started; an earlier test may have left some.
         devices: what each rank says.
     """
 
