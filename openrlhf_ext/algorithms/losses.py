@@ -119,8 +119,11 @@ def partial_mean(values_N: Tensor, shaped: LossBatch) -> Tensor:
 
 
 def ratio_metrics(log_ratio_N: Tensor, clipped_N: Tensor | None, shaped: LossBatch) -> dict[str, Tensor]:
-    """Mean of `old - new` and of its size, and clip fractions by sign of the advantage."""
+    """Mean of `old - new` and of its size, clip fractions by sign of the advantage, and the mean product of advantage
+    and new log-prob, which is another one where they are not of the same tokens."""
+    product_N = torch.where(shaped.loss_mask, (log_ratio_N + shaped["old_logprobs"]) * shaped.advantages, 0.0)
     metrics = {
+        "alignment": partial_mean(product_N, shaped),
         "policy_kl": -partial_mean(log_ratio_N, shaped),
         "abs_log_ratio": partial_mean(log_ratio_N.abs(), shaped),
     }

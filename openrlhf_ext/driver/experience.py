@@ -20,13 +20,16 @@ from torch import Tensor
 from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch
 from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.driver.gauges import (
+    advantage_gauges,
     batch_metrics,
     conflict_gauges,
     correction_band,
+    expected_of_first_update,
     guide_agreement,
     guide_gauges,
     reward_metrics,
     staleness_metrics,
+    text_metrics,
 )
 from openrlhf_ext.driver.rollouts import Group
 from openrlhf_ext.driver.scoring import (
@@ -101,6 +104,7 @@ class ExperienceMaker:
     source: str = "policy"
     engine_entropies: bool = False
     replays: bool = False
+    end_token: int | None = None
     batches: int = field(default=0, init=False)
 
     @torch.no_grad()
@@ -117,6 +121,8 @@ class ExperienceMaker:
         scores: dict[str, Any] = {name: scores.result(get) for name, scores in pending.items()}
         groups = with_rewards(groups, scores.pop("rewards")) if self.reward is not None else groups
         samples = in_group_order(groups, self.group_size)
+        for sample in samples:
+            sample.check_receipt()
         scored = time.perf_counter()
         rollout = dataclasses.replace(rollout_batch(samples, batch, old, self.group_size), **scores)
         if self.source == "engine":
@@ -127,6 +133,7 @@ class ExperienceMaker:
             self.algorithm = self.algorithm.with_kl_coef(self.kl.value)
         shaped = self.algorithm.shape(rollout)
         metrics = reward_metrics(samples) | staleness_metrics(samples, version)
+        metrics |= text_metrics(samples, self.end_token)
         metrics |= guide_gauges(samples) if self.guide is not None else {}
         metrics |= self.critic.take(batch, shaped) if self.critic is not None else {}
         self.batches += 1
@@ -165,6 +172,10 @@ class ExperienceMaker:
             rollout = dataclasses.replace(rollout, entropies=by_N)  # shown is what it was shaped by
         metrics |= {f"algorithm/{k}": float(v) for k, v in of_method.items()}
         metrics |= self._reference_metrics(rollout) | guide_agreement(rollout) | made.metrics
+        metrics |= advantage_gauges(shaped, self.group_size, [graded(r.reward) for r in _responses(made.groups)])
+        first = self._chunks(made.batch)[0]
+        if not self.algorithm.needs_prepare:
+            metrics |= expected_of_first_update(shaped.mini_batch(first), old.logprobs_N)
         shown = made.shaped.shown
         samples = [] if shown is None else shown_samples(made.groups, rollout, shaped, shown)
         return dataclasses.replace(made, metrics=metrics, samples=samples, shaped=None)
@@ -240,7 +251,11 @@ def in_group_order(groups: Sequence[Group], group_size: int) -> list[Response]:
                 f"a group of {len(group.responses)} completions, rollout.n_samples_per_prompt is {group_size}: "
                 f"{group.prompt.text!r}"
             )
-    return [sample for group in _by_prompt(groups) for sample in group.responses]
+    return _responses(_by_prompt(groups))
+
+
+def _responses(groups: Sequence[Group]) -> list[Response]:
+    return [sample for group in groups for sample in group.responses]
 
 
 def _by_prompt(groups: Sequence[Group]) -> list[Group]:
@@ -254,7 +269,7 @@ def with_rewards(groups: Sequence[Group], rewards_B: Tensor) -> list[Group]:
 
     def of(response: Response) -> Response:
         reward = next(rewards)
-        return dataclasses.replace(response, reward=reward, score=reward)
+        return dataclasses.replace(response, reward=reward, score=reward, receipt=None)
 
     return [Group(group.prompt, [of(response) for response in group.responses]) for group in groups]
 

@@ -106,6 +106,16 @@ def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
     return logs | {"reward/failures": sum(s.extra_logs.get(FAILED_KEY, 0.0) for s in samples)}
 
 
+def text_metrics(samples: Sequence[Response], end_token: int | None) -> dict[str, float]:
+    """Mean length of the prompts, and the share of completions that were not cut and end in the tokenizer's end-of-text
+    token."""
+    lengths = [response.actions[0][0] for response in samples if response.actions]
+    whole = [response for response in samples if response.actions and not response.truncated]
+    ended = [float(response.tokens_S[response.actions[-1][1] - 1] == end_token) for response in whole]
+    metrics = {"prompts/length_mean": sum(lengths) / len(lengths)}
+    return metrics | ({"response/ended": sum(ended) / len(ended)} if ended else {})
+
+
 def staleness_metrics(samples: Sequence[Response], version: int) -> dict[str, float]:
     """How many weight updates the policy, now at ``version``, is ahead of its weights that sampled each token. Empty if
     any response does not tell."""
@@ -119,6 +129,47 @@ def staleness_metrics(samples: Sequence[Response], version: int) -> dict[str, fl
         "staleness/max": float(max(age for age, _ in ages)),
         "staleness/mixed_fraction": mixed / len(samples),
     }
+
+
+# ---- what was shaped against what is trained ----------------------------------------------------------------------
+
+
+def advantage_gauges(shaped: LossBatch, group_size: int, rewards: Sequence[float]) -> dict[str, float]:
+    """Advantages of completions beside the rewards that they were graded with, in the order of the batch, in which the
+    ``group_size`` completions of a prompt lie together: the correlation of what both differ by from the group's mean
+    (missing where one of them does not differ), and the size of the mean advantage of a group."""
+    segments = shaped.segments
+    a_QG = (segments.sums(shaped.advantages.double()) / segments.lengths_B.clamp(min=1)).view(-1, group_size)
+    r_QG = torch.tensor(rewards, dtype=torch.float64).view(-1, group_size)
+    a_QG, r_QG = (torch.where(shaped.kept.view_as(r_QG), values_QG, 0.0) for values_QG in (a_QG, r_QG))
+    gauges = {"advantage/group_mean_abs": float(a_QG.mean(1).abs().mean())}
+    a_QG, r_QG = (values_QG - values_QG.mean(1, keepdim=True) for values_QG in (a_QG, r_QG))
+    if (spread := float((a_QG.square().sum() * r_QG.square().sum()).sqrt())) > 0:
+        gauges["advantage/reward_correlation"] = float((a_QG * r_QG).sum()) / spread
+    return gauges
+
+
+def expected_of_first_update(mini_batch: LossBatch, logprobs_N: Tensor) -> dict[str, float]:
+    """What ranks have to report of the first update with a mini-batch, the first rows of a batch, before which the
+    policy's log-probs of it are ``logprobs_N``. In blocks of rows: a batch may have tens of millions of tokens."""
+    totals = {"expected/loss": 0.0, "expected/alignment": 0.0}
+    for block in mini_batch.segments.blocks():
+        share = mini_batch.select(block.rows)
+        loss = mini_batch.algorithm.loss(logprobs_N[block.tokens].double(), share)
+        totals["expected/loss"] += float(loss.value)
+        totals["expected/alignment"] += float(loss.metrics["alignment"]) if "alignment" in loss.metrics else math.nan
+    return totals
+
+
+def recounted(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a step, and in the place of what ranks report of their first update, and of what was expected,
+    how far both are apart."""
+    kept = {name: value for name, value in metrics.items() if not name.startswith(("first/", "expected/"))}
+    for gauge, of in (("mismatch/loss", "loss"), ("mismatch/trained", "alignment")):
+        first, expected = metrics.get(f"first/{of}"), metrics.get(f"expected/{of}")
+        if first is not None and expected is not None:
+            kept[gauge] = abs(first - expected)
+    return kept
 
 
 # ---- trainer against engines --------------------------------------------------------------------------------------
@@ -260,6 +311,12 @@ def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:
         padding, repeated = (sum(map(attrgetter(name), reports)) for name in ("padding_tokens", "repeated_tokens"))
         gauges["packs/padding_fraction"] = padding / packed
         gauges["packs/shared_fraction"] = repeated / max(1, packed - padding + repeated)  # 0 where all was padding
+    if moved := [report.moved for report in reports if report.moved is not None]:
+        entries = sum(each.entries for each in moved)
+        gauges["update/rms"] = math.sqrt(sum(each.squares for each in moved) / entries)
+        gauges["update/second_moment"] = math.sqrt(sum(each.second_moments for each in moved) / entries)
+        gauges["update/still"] = sum(each.still for each in moved) / sum(each.parameters for each in moved)
+        gauges["update/adam_steps"] = float(max(each.adam_steps for each in moved))
     if used := max(report.device_bytes for report in reports):
         gauges["memory/device_max_gib"] = used / 2**30
     return gauges | {

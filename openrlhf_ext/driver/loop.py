@@ -24,7 +24,7 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
 from openrlhf_ext.driver.evaluation import Evaluation, HeldOut, evaluation_metrics, weight_versions
 from openrlhf_ext.driver.experience import Experience, ExperienceMaker, sequences_of
-from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepProfiler
+from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepProfiler, recounted
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, groups_from_plain, plain_groups
 from openrlhf_ext.driver.settings import frozen_steps
@@ -175,7 +175,7 @@ class TrainingLoop:
 
     def record(self, made: Experience, measured: Mapping[str, float]) -> None:
         """Measures what the step was like, and writes it down."""
-        metrics = {**made.metrics, **measured}
+        metrics = recounted({**made.metrics, **measured})
         metrics |= self._measured(made, metrics) | self.rollouts.gauges()
         now = time.perf_counter()
         metrics |= {"time/step": now - self._ended, "time/wait_rollouts": self._waited_s}

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from openrlhf_ext.megatron.policy import MegatronPolicy
 
-_FIRST_UPDATE = "abs_log_ratio"
-"""A metric of the first update alone: by the later ones the weights have moved."""
+_FIRST_UPDATE = {"abs_log_ratio": "abs_log_ratio", "loss/policy": "first/loss", "alignment": "first/alignment"}
+"""Metrics of the first update alone, and their names: by the later ones the weights have moved."""
 _SEEDS_PER_ROLLOUT = 1 << 20
 _VISIBLE = 0.01
 """Learning rate times parameters from which some have to change: values of 0.02 lie 1e-4 apart in bf16, a step of Adam
@@ -68,6 +68,7 @@ class PolicyActor(TrainedActor):
         self, settings: ModelSettings, sync: SyncSettings, max_epochs: int, engines: list, sleeping: SleepModes
     ) -> dict[str, Any]:
         from openrlhf_ext.megatron.policy import MegatronPolicy
+        from openrlhf_ext.megatron.step.movement import Movement
 
         about = self.join(settings)
         self.timers, self.max_epochs, self.sleeping = PhaseTimers(), max_epochs, sleeping
@@ -84,6 +85,7 @@ class PolicyActor(TrainedActor):
             copies = {name: self.policy.host_copy(path) for name, path in settings.host_copies.items()}
             self.host_copies = {name: copy for name, copy in copies.items() if copy is not None}
             self.hold(self.policy, sleeping.policy)
+            self.movement = Movement(self.policy)
             self.publisher = WeightPublisher(self.policy, sync, engines)
             self._check_memory(sleeping)
             self.publisher.connect()
@@ -124,7 +126,7 @@ class PolicyActor(TrainedActor):
         report, counted = self.timers.report(dist.get_rank()), self.policy.schedule.take_count()
         return replace(
             report, packed_tokens=counted.packed, padding_tokens=counted.packed - counted.real,
-            repeated_tokens=counted.repeated,
+            repeated_tokens=counted.repeated, moved=self.movement.take(),
         )  # fmt: skip
 
     def weight_digest(self) -> str:
@@ -201,6 +203,7 @@ class PolicyActor(TrainedActor):
         if batch is None or shard is None or len(batch) != sum(len(mini) for mini in shard.mini_batches):
             raise RuntimeError("fit() trains the sequences of the last forward() or of the shard, and there are others")
         self.reload_states()
+        self.movement.begin()
         mini_batches = [mini for _ in range(self.max_epochs) for mini in _mini_batches(batch, shard)]
         steps = []
         for number, mini in enumerate(mini_batches, start=1):
@@ -211,10 +214,11 @@ class PolicyActor(TrainedActor):
         trained = sum(p.numel() for p in self._parameters if p.requires_grad)
         self.has_moved = self.has_moved or rate * trained > _VISIBLE
         self.batch = self.shard = None
+        self.movement.end()
         if self.sleeps:
             self.offload_states("gradients", "optimizer")
-        mean = {name: sum(step[name] for step in steps) / len(steps) for name in steps[-1]}
-        first = {name: steps[0][name] for name in mean if name == _FIRST_UPDATE}
+        mean = {name: sum(step[name] for step in steps) / len(steps) for name in steps[-1] if name != "alignment"}
+        first = {name: steps[0][of] for of, name in _FIRST_UPDATE.items() if of in steps[0]}
         return mean | first | {"lr": steps[-1]["lr"], "optimizer_steps": float(len(steps))}
 
     def seen_logprobs(self) -> list[np.ndarray] | None:

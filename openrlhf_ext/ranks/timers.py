@@ -17,6 +17,8 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
+from openrlhf_ext.megatron.step.movement import Moved
+
 # what an operation is goes by its own name and those of the operations around it; the first kind that knows one counts
 KINDS = {
     "communication": ("c10d::", "nccl", "gloo:", "record_param_comms", "_c10d_functional"),
@@ -41,6 +43,7 @@ class RankReport:
         memory_bytes: peak since the process began: allocated device memory, or resident memory of the process on CPU.
         device_bytes: most that was in use on its GPU at the end of a phase, by all processes and libraries (an engine
             that shares it, NCCL's buffers, fragments, CUDA contexts); 0 without a GPU.
+        moved: None if no optimizer step was made.
     """
 
     rank: int
@@ -52,6 +55,7 @@ class RankReport:
     packed_tokens: int = 0
     padding_tokens: int = 0
     repeated_tokens: int = 0
+    moved: Moved | None = None
 
     @property
     def busy_seconds(self) -> float:

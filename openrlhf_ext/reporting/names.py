@@ -121,6 +121,30 @@ METRICS = (
     Metric("throughput/logprob_tflops_per_rank", "TFLOP/s",
         "the same as `throughput/train_tflops_per_rank` for the old-log-prob pass (forward only)"),
     Metric("throughput/logprob_mfu", "fraction", "the same as `throughput/train_mfu` for the old-log-prob pass"),
+    Metric("update/rms", "1",
+        "root of the mean square of what a step's optimizer updates move: 1,024 entries of each parameter of a rank, "
+        "of the fp32 weights where there are some"),
+    Metric("update/still", "fraction",
+        "share of these parameters none of whose entries has moved: frozen ones, and steps that rounding takes away"),
+    Metric("update/second_moment", "1",
+        "root of the mean of Adam's second moments of the same entries: begins near 0 where its states were lost"),
+    Metric("update/adam_steps", "updates", "Adam's own count of its steps"),
+    Metric("advantage/group_mean_abs", "1",
+        "size of the mean advantage of a prompt's completions, mean over prompts; 0 of methods that compare within a "
+        "group"),
+    Metric("advantage/reward_correlation", "1",
+        "correlation over completions of advantage and graded reward, both minus the mean of the prompt's completions; "
+        "1 of `grpo`, less of methods that shape by more; missing where one of them is the same in all groups"),
+    Metric("mismatch/loss", "loss",
+        "first update of the step: difference between the loss that the ranks report and the same loss in float64, "
+        "from the old log-probs and what was shaped"),
+    Metric("mismatch/trained", "nats",
+        "first update of the step: the same of the mean product of advantage and log-prob: which advantages the ranks "
+        "gave to which tokens"),
+    Metric("prompts/length_mean", "tokens", "mean length of the prompts of the step's completions"),
+    Metric("response/ended", "fraction",
+        "of the completions that were not cut at the length limit, those whose last token is the tokenizer's end of "
+        "text"),
     Metric("memory/rank_max_gib", "GiB",
         "largest peak memory of any policy rank since it started: what torch allocated on its GPU, or resident memory "
         "of the process on CPU"),
@@ -289,9 +313,15 @@ METRICS = (
 # fmt: on
 """All metrics, in the order of docs/metrics.md."""
 
-_NAMES = frozenset(metric.name for metric in METRICS)
+_UNITS = {metric.name: metric.unit for metric in METRICS}
+_NAMES = frozenset(_UNITS)
 _FAMILIES = tuple(metric.name.removesuffix("*") for metric in METRICS if metric.name.endswith("*"))
 
 
 def is_documented(name: str) -> bool:
     return name in _NAMES or name.startswith(_FAMILIES)
+
+
+def unit_of(name: str) -> str:
+    """'' of a name that stands for a family."""
+    return _UNITS.get(name, "")

@@ -223,7 +223,7 @@ class GradedSingleTurnExecutor(GradedExecutor):
             tokens = [*ids, *completion.token_ids]
             grade = await self._grade(request, tokens, completion, tokenizer)
         start = len(ids)
-        return Response(
+        made = Response(
             tokens_S=np.array(tokens, dtype=np.int32),
             logprobs_T=np.array(completion.logprobs.logprobs, dtype=np.float32),
             actions=((start, len(tokens)),),
@@ -236,6 +236,7 @@ class GradedSingleTurnExecutor(GradedExecutor):
             entropies_T=np.array(completion.logprobs.ranks, dtype=np.float32) if engine.tells_entropies else None,
             experts_RLK=completion.routed_experts,
         )
+        return made if grade is None else made.signed()
 
     async def _grade(
         self, request: GroupRequest, tokens: list[int], completion: Any, tokenizer: Any

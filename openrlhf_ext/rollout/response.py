@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,6 +151,7 @@ class Response:
             has seen what comes after that.
         experts_at: outside of the engine, in the place of ``experts_RLK``: a reference to a list of such arrays, and
             which of them is this completion's. They are fetched where they are used.
+        receipt: what ``signed`` made of tokens and reward where the completion was graded; None: a reward model grades.
     """
 
     tokens_S: np.ndarray
@@ -164,6 +166,23 @@ class Response:
     entropies_T: np.ndarray | None = None
     experts_RLK: np.ndarray | None = None
     experts_at: tuple[Any, int] | None = None
+    receipt: int | None = None
+
+    def signed(self) -> Response:
+        """With a receipt, by which whoever trains on it sees that tokens and reward belong together."""
+        return replace(self, receipt=self._sum)
+
+    def check_receipt(self) -> None:
+        """Raises RolloutError: the reward is not the one that these tokens were graded with."""
+        if self.receipt not in (None, self._sum):
+            raise RolloutError(
+                f"a completion of {self.sampled} tokens came with the reward {self.reward}, which is not the one that "
+                "it was graded with: completions or rewards changed places on their way from the engine"
+            )
+
+    @property
+    def _sum(self) -> int:
+        return zlib.crc32(self.tokens_S.tobytes(), zlib.crc32(struct.pack("<d", graded(self.reward))))
 
     @property
     def sampled(self) -> int:
@@ -209,7 +228,7 @@ class Response:
             tokens_S, logprobs, actions, tuple(versions), float(answer["reward"]), float(answer["scores"]),
             bool(answer.get("truncated", False)), {name: float(value) for name, value in answer["extra_logs"].items()},
             experts_RLK=None if experts_RLK is None else experts_RLK[: len(tokens_S) - 1],
-        )  # fmt: skip
+        ).signed()  # fmt: skip
 
 
 def graded(number: float | None) -> float:

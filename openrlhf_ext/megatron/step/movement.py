@@ -1,0 +1,75 @@
+"""How far optimizer steps move what they update, by a sample of the entries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from openrlhf_ext.megatron.policy import MegatronPolicy
+
+_ENTRIES = 1024  # of each parameter
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What optimizer steps did to a sample of the entries that a rank updates: the sum of their squared movements, of
+    Adam's second moments afterwards, how many they are; parameters, those of them that stood still; Adam's own count of
+    its steps."""
+
+    squares: float
+    second_moments: float
+    entries: int
+    parameters: int
+    still: int
+    adam_steps: int
+
+
+class Movement:
+    """Of one rank. Not a collective: every entry is updated by one rank, or by all of its replicas alike."""
+
+    def __init__(self, policy: MegatronPolicy) -> None:
+        self._policy = policy
+        self._before: list[Tensor] = []
+        self._moved: Moved | None = None
+
+    def begin(self) -> None:
+        """Call it before the optimizer steps of a batch."""
+        self._before = [entries for entries, _ in self._sampled()]
+
+    def end(self) -> None:
+        """Call it after them."""
+        from openrlhf_ext.megatron.checkpoint import optimizer_step
+
+        if not self._before:
+            return
+        sampled = list(self._sampled())
+        squares = torch.stack([(now - then).double().square().sum() for (now, _), then in zip(sampled, self._before)])
+        seconds = torch.stack([second.double().sum() for _, second in sampled])
+        totals = squares.sum().item(), seconds.sum().item()
+        entries, still = sum(len(now) for now, _ in sampled), int((squares == 0).sum())
+        self._moved = Moved(*totals, entries, len(sampled), still, optimizer_step(self._policy.optimizer))
+        self._before = []
+
+    def take(self) -> Moved | None:
+        """What the steps since the last call did; None: there were none."""
+        moved, self._moved = self._moved, None
+        return moved
+
+    def _sampled(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Entries of every parameter, fp32, and their second moments."""
+        from openrlhf_ext.megatron.checkpoint import optimizer_ranges
+
+        ranges = optimizer_ranges(self._policy.optimizer)
+        for chunk in self._policy.chunks:
+            for parameter in chunk.parameters():
+                if (held := ranges.get(id(parameter))) is None or held.end == held.start:
+                    continue
+                values = held.tensors.get("master")
+                values = parameter.detach().view(-1)[held.start : held.end] if values is None else values
+                every = max(1, len(values) // _ENTRIES)
+                yield tuple(t[::every][:_ENTRIES].float().clone() for t in (values, held.tensors["exp_avg_sq"]))

@@ -1,0 +1,188 @@
+"""The corridor of trusted runs: for every step and metric a band, which a run of the same recipe should not leave.
+
+A band is made of the values that the trusted runs have at a step and its neighbors; with as much room on either side as
+they span (of logarithms, where all are positive). A constant has no room. Of metrics that say how well two computations
+agree only the upper bound counts, ten times the largest: rounding differs between machines.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openrlhf_ext.config.show import shown_options
+from openrlhf_ext.inputs import INTEGER, MAP, InputError, check, decode, list_of, map_of, map_with, or_null, read_text
+from openrlhf_ext.inputs import NUMBER as NUMBER_KIND
+from openrlhf_ext.options.table import Configuration
+from openrlhf_ext.reporting import read_metrics
+from openrlhf_ext.reporting.names import is_documented, unit_of
+from openrlhf_ext.reporting.lines import read_lines
+
+logger = logging.getLogger(__name__)
+
+# what differs between runs of a recipe: places, times, machines, layouts, and the seed
+_FREE = re.compile(
+    r"(ckpt|logger|profile|weight_sync)\.|dry_run|strict|.*(path|dataset|split|_url|_timeout_s|seed|restarts|_nodes|"
+    r"gpus_per_node|num_engines|num_workers|parallel_size|virtual_pipeline_size|recompute.*|overlap_.*|bucket_size|"
+    r"_mib|_gib|layout|offload|enable_sleep|max_requests|max_num_.*|corridor.*|environment|head|head_kernels|tflops)$"
+)
+_MACHINE = ("time", "time/", "throughput/", "memory/", "rank/", "offload/", "step", "label", "engines/", "packs/")
+_NOT_TIME = re.compile(r".*(seconds|_seconds|tokens_per_second|weight_sync/version)$")
+_AGREEMENT = re.compile(
+    r"(kl/rollout|mismatch/(?!ess)|weight_sync/probe|guide/rollout|algorithm/(abs_log_ratio|policy_kl)|advantage/group)"
+)
+_SHARE = 0.03
+_CAUSES = (
+    (r"kl/rollout|mismatch/(?!loss|trained)|weight_sync/probe|algorithm/abs_log_ratio",
+     "engines sample from other weights, at another temperature or top_p, or from other tokens than the policy scores; "
+     "or one of them computes in another precision"),
+    (r"kl/reference|kl/coef|algorithm/ref_kl", "the reference model, or the coefficient of the penalty, is another"),
+    (r"advantage/|mismatch/(loss|trained)",
+     "rewards, advantages or masks are of other completions, or the loss is another"),
+    (r"grad_norm|loss/", "the loss is scaled, averaged or masked in another way, or lacks a term"),
+    (r"update/|value/update", "learning rate, optimizer state, or what is trained, is other than it was"),
+    (r"lr$", "the schedule begins anew, or counts other steps"),
+    (r"reward|accuracy|score|eval", "the reward function, its labels, or what is sampled"),
+    (r"response|entropy|tokens|prompts", "the prompts, the chat template, the end-of-text token, or how is sampled"),
+    (r"", "the options of the method, or the data"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Left:
+    """A metric outside of its band at a step; ``value`` None: the step has none."""
+
+    metric: str
+    value: float | None
+    low: float
+    high: float
+
+    @property
+    def causes(self) -> str:
+        return next(causes for pattern, causes in _CAUSES if re.match(pattern, self.metric))
+
+    def __str__(self) -> str:
+        value = "missing" if self.value is None else f"{self.value:.4g}"
+        return f"{self.metric} is {value}, trusted runs {self.low:.4g} to {self.high:.4g} ({self.causes})"
+
+
+@dataclass(frozen=True)
+class Corridor:
+    """``options`` of the trusted runs by name, and of each metric a band (low, high) for every step, or None."""
+
+    path: Path
+    runs: int
+    options: Mapping[str, Any]
+    bands: Mapping[str, Sequence[tuple[float, float] | None]]
+
+    def left(self, step: int, record: Mapping[str, float]) -> list[Left]:
+        """What of a step's record is outside; nothing of steps after the trusted runs' last."""
+        return [*self._left(step, record)]
+
+    def _left(self, step: int, record: Mapping[str, float]) -> Iterator[Left]:
+        for metric, bands in self.bands.items():
+            band = bands[step - 1] if 0 < step <= len(bands) else None
+            value = record.get(metric)
+            if band is not None and (value is None or not band[0] <= value <= band[1]):
+                yield Left(metric, value, *band)
+
+    def faults(self, config: Configuration) -> list[str]:
+        """The options in which the run is of another recipe than the trusted ones."""
+        now = recipe(shown_options(config))
+        return [
+            f"{name} is {now.get(name)!r}, in the trusted runs {self.options.get(name)!r}"
+            for name in sorted({*now, *self.options})
+            if now.get(name) != self.options.get(name)
+        ]
+
+
+def recipe(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the shown options that a run's numbers follow from."""
+    return {name: value for name, value in options.items() if not _FREE.match(name)}
+
+
+def read_corridor(path: str | Path) -> Corridor:
+    """Raises InputError: the file is none that ``write_corridor`` wrote, or has metrics that this version does not."""
+    where, remedy = str(path), "make it anew: openrlhf-ext report RUN RUN ... --write_corridor FILE"
+    numbers = list_of(or_null(NUMBER_KIND))
+    kinds = {"runs": INTEGER, "options": MAP, "bands": map_of(map_with({"low": numbers, "high": numbers}))}
+    found = check(decode(read_text(path).encode(), where), where, kinds, remedy=remedy)
+    if unknown := [name for name in found["bands"] if not is_documented(name)]:
+        raise InputError(f"{where} has bands of {', '.join(unknown[:5])}, which are not measured any more; {remedy}")
+    bands = {
+        name: [None if low is None else (low, high) for low, high in zip(band["low"], band["high"], strict=True)]
+        for name, band in found["bands"].items()
+    }
+    return Corridor(Path(path), found["runs"], found["options"], bands)
+
+
+def make_corridor(folders: Sequence[Path]) -> dict[str, Any]:
+    """Of the run folders of trusted runs, as JSON. Raises InputError: there are less than three, or their options or
+    steps are not those of the first."""
+    if len(folders) < 3:
+        raise InputError(f"a corridor needs at least three trusted runs (twenty are better), got {len(folders)}")
+    options, runs = recipe(_options(folders[0])), [_by_step(folder) for folder in folders]
+    for folder, run in zip(folders, runs, strict=True):
+        theirs = recipe(_options(folder))
+        if other := [name for name in sorted({*options, *theirs}) if options.get(name) != theirs.get(name)]:
+            raise InputError(f"{folder} is a run of another recipe than {folders[0]}: {', '.join(other)} differ")
+        if run.keys() != runs[0].keys():
+            raise InputError(f"{folder} has {len(run)} steps, {folders[0]} has {len(runs[0])}: trust whole runs only")
+    names = sorted(set.intersection(*({name for record in run.values() for name in record} for run in runs)))
+    bands = {name: _bands(name, runs) for name in names if is_banded(name)}
+    return {"runs": len(runs), "options": options, "bands": {name: band for name, band in bands.items() if band}}
+
+
+def is_banded(metric: str) -> bool:
+    return not metric.startswith(_MACHINE) and not _NOT_TIME.match(metric)
+
+
+def _options(folder: Path) -> Mapping[str, Any]:
+    path = folder / "events.jsonl"
+    starts = [record["options"] for _, record in read_lines(path) if record.get("event") == "start"]
+    if not starts:
+        raise InputError(f"{path} tells of no start: {folder} is not the folder of a run")
+    return starts[-1]
+
+
+def _by_step(folder: Path) -> dict[int, dict[str, float]]:
+    steps: dict[int, dict[str, float]] = defaultdict(dict)
+    for record in read_metrics(folder / "metrics.jsonl"):
+        if record["step"] > 0:
+            steps[record["step"]] |= {name: value for name, value in record.items() if not isinstance(value, str)}
+    return dict(steps)
+
+
+def _bands(metric: str, runs: Sequence[Mapping[int, Mapping[str, float]]]) -> dict[str, list[float | None]]:
+    """Empty where no step has the metric in all runs."""
+    steps = range(1, max(runs[0]) + 1)
+    values = [[run[step][metric] for run in runs if metric in run.get(step, {})] for step in steps]
+    whole = [each if len(each) == len(runs) and all(map(math.isfinite, each)) else [] for each in values]
+    bands = [_band(metric, sum(whole[max(0, i - 1) : i + 2], [])) if whole[i] else None for i in range(len(whole))]
+    if not any(bands):
+        return {}
+    return {"low": [b and b[0] for b in bands], "high": [b and b[1] for b in bands]}
+
+
+def _band(metric: str, values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if _AGREEMENT.match(metric):
+        return min(0.0, low), max(10 * high, 1e-9)
+    if unit_of(metric) == "fraction":  # a sample more or less where the trusted runs had none
+        return low - max(high - low, _SHARE), high + max(high - low, _SHARE)
+    if low > 0:
+        room = math.log(high / low) + 1e-6
+        return low * math.exp(-room), high * math.exp(room)
+    room = high - low + 1e-9
+    return low - room, high + room
+
+
+def written(corridor: Mapping[str, Any]) -> str:
+    return json.dumps(corridor, sort_keys=True) + "\n"
