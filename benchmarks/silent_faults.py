@@ -39,7 +39,8 @@ def trials(name: str, clean: int, repeats: int) -> Iterator[tuple[str, int, lab.
 
 def run(name: str, folder: Path, toy: Path, clean: int, repeats: int, only: set[str]) -> None:
     path = folder / f"{name}.jsonl"
-    done = {(row["fault"], row["seed"]) for row in map(json.loads, path.read_text().splitlines())} if path.exists() else ()
+    rows = map(json.loads, path.read_text().splitlines() if path.exists() else ())
+    done = {(row["fault"], row["seed"]) for row in rows}
     wanted = [t for t in trials(name, clean, repeats) if t[:2] not in done and (not only or not t[0] or t[0] in only)]
     if not wanted:
         return

@@ -144,7 +144,7 @@ class Lab:
         out, began, error = self.folder / "trial", time.monotonic(), None
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
-        config, at = self.config(seed, out, **more), self.parts.events
+        config = self.config(seed, out, **more)
         with EventLog(out / "events.jsonl") as at:
             self.ranks("load_state", 60.0, folder=str(self.first), name="policy")
             loop = self.loop(config, None, at)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from openrlhf_ext.cli.main import CommandParser, positive, silence_libraries
 from openrlhf_ext.outputs import write_text
+from openrlhf_ext.run.corridor import make_corridor, written
 from openrlhf_ext.tools.report.page import read_runs, write_page
 
 
@@ -27,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         runs = read_runs(folders)
         write_text(output, write_page(runs, arguments.smooth))
+        if arguments.write_corridor:
+            write_text(Path(arguments.write_corridor), written(make_corridor(folders)))
     except (ValueError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
@@ -43,6 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     add("folders", nargs="+", metavar="RUN_DIR", help="folder of a run's metrics.jsonl; several are drawn together")
     add("--output", metavar="FILE.html", help="the page (default: report.html in the first folder)")
     about = "steps of the moving mean (default: a twentieth of the run); 1 = none"
+    about = "also write the corridor of these runs, which are trusted: bands for train.corridor (docs/faults.md)"
+    add("--write_corridor", metavar="FILE.json", help=about)
     add("--smooth", type=positive, metavar="N", help=about)
     return parser
 

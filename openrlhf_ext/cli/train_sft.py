@@ -93,9 +93,11 @@ def _choice(config: SupervisedConfig) -> Mapping[str, Any]:
 
 
 def _findings(config: SupervisedConfig) -> Findings:
+    from openrlhf_ext.run import corridor
     from openrlhf_ext.tools.plan import fit
 
-    return fit.findings(config)
+    found = fit.findings(config)
+    return Findings((*found.violations, *corridor.violations(config)), found.warnings)
 
 
 def launch(config: SupervisedConfig, words: list[str]) -> int:

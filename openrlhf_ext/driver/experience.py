@@ -104,7 +104,7 @@ class ExperienceMaker:
     source: str = "policy"
     engine_entropies: bool = False
     replays: bool = False
-    end_token: int | None = None
+    tokenizer: Any = None
     batches: int = field(default=0, init=False)
 
     @torch.no_grad()
@@ -133,7 +133,8 @@ class ExperienceMaker:
             self.algorithm = self.algorithm.with_kl_coef(self.kl.value)
         shaped = self.algorithm.shape(rollout)
         metrics = reward_metrics(samples) | staleness_metrics(samples, version)
-        metrics |= text_metrics(samples, self.end_token)
+        if self.tokenizer is not None:
+            metrics |= text_metrics([group.prompt.text for group in groups], samples, self.tokenizer)
         metrics |= guide_gauges(samples) if self.guide is not None else {}
         metrics |= self.critic.take(batch, shaped) if self.critic is not None else {}
         self.batches += 1

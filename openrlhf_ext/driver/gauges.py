@@ -54,6 +54,9 @@ def batch_metrics(rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAN
     if rollout.entropies is not None:
         metrics["entropy/mean"] = float64_sum(rollout.entropies) / tokens
         metrics["entropy/completion_mean"] = mean_entropies(rollout.entropies, rollout.segments).mean()
+        if rollout.old_logprobs is not None and tokens > 1:
+            pair = torch.stack([rollout.entropies.float(), -rollout.old_logprobs.float()])
+            metrics["entropy/surprise_correlation"] = torch.corrcoef(pair)[0, 1].nan_to_num()
     if rollout.truncated is not None:
         metrics["response/truncated_rate"] = rollout.truncated.float().mean()
     return {name: float(value) for name, value in metrics.items()} | policy_mismatch(rollout, band)
@@ -106,14 +109,18 @@ def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
     return logs | {"reward/failures": sum(s.extra_logs.get(FAILED_KEY, 0.0) for s in samples)}
 
 
-def text_metrics(samples: Sequence[Response], end_token: int | None) -> dict[str, float]:
-    """Mean length of the prompts, and the share of completions that were not cut and end in the tokenizer's end-of-text
-    token."""
-    lengths = [response.actions[0][0] for response in samples if response.actions]
-    whole = [response for response in samples if response.actions and not response.truncated]
-    ended = [float(response.tokens_S[response.actions[-1][1] - 1] == end_token) for response in whole]
-    metrics = {"prompts/length_mean": sum(lengths) / len(lengths)}
-    return metrics | ({"response/ended": sum(ended) / len(ended)} if ended else {})
+def text_metrics(prompts: Sequence[str], samples: Sequence[Response], tokenizer: Any) -> dict[str, float]:
+    """What ``samples``, as many of each prompt, were sampled from beside the tokens of the prompts, and the share of
+    those that were not cut and end in the tokenizer's end-of-text token."""
+    each, changed = len(samples) // len(prompts), 0
+    for prompt, response in zip(prompts, samples[::each], strict=True):
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        changed += response.tokens_S[: response.actions[0][0]].tolist() != ids
+    whole = [response for response in samples if not response.truncated]
+    ended = sum(int(response.tokens_S[response.actions[-1][1] - 1]) == tokenizer.eos_token_id for response in whole)
+    metrics = {"prompts/length_mean": sum(response.actions[0][0] for response in samples) / len(samples)}
+    metrics["prompts/changed"] = changed / len(prompts)
+    return metrics | ({"response/ended": ended / len(whole)} if whole else {})
 
 
 def staleness_metrics(samples: Sequence[Response], version: int) -> dict[str, float]:

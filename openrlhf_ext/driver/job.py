@@ -272,7 +272,7 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
             source=source,
             engine_entropies=engine_entropies(config),
             replays=config.replays_rollout,
-            end_token=parts.tokenizer.eos_token_id,
+            tokenizer=parts.tokenizer,
             **parts.auxiliary.experience_parts(config, parts.policy),
         ),
         supervisor=parts.supervisor,

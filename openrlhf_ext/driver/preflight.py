@@ -40,7 +40,7 @@ from openrlhf_ext.megatron.settings import layer_converters
 from openrlhf_ext.options import Fault, no_effect, read, value_of
 from openrlhf_ext.options.sections.algo import CUSTOM
 from openrlhf_ext.rewards.grading import RewardError, RewardFailureLimit, RewardImportError, RewardInvalid
-from openrlhf_ext.run import checkpoints
+from openrlhf_ext.run import checkpoints, corridor
 from openrlhf_ext.user_code import time_limit, told, users_part
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,7 @@ def findings(config: RunConfig) -> Findings:
         *checkpoint_violations(config),
         *guide_violations(config),
         *machine_violations(),
+        *corridor.violations(config),
     ]
     return Findings(tuple(violations), (*unread_warnings(config), *transport_warnings(config), *options.warnings))
 

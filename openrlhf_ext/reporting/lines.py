@@ -224,6 +224,8 @@ EVENTS = {
     "groups_dropped": "groups that were not trained in this step: `filtered` by dynamic sampling, too `late`, with an "
     "episode that failed before its first word (`unstarted`)",
     "groups_late": "`count` groups of the step lagged by more than `train.max_staleness`, and were trained",
+    "corridor_left": "the step is outside of `train.corridor`: `metrics`, by name the `value` (null: none), and "
+    "`low` and `high` of the band",
     "slow_rank": "policy `rank` on `host` holds the others up: `seconds` of its own, `over_mean` times the mean",
     "profile": "a rank's step was profiled: `rank`, `seconds` by kind, and `trace`, the file on `host`",
     "output_lost": "what the run shows cannot be written any more, to standard output or error: `why`; it goes on",

@@ -18,12 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.config.show import shown_options
-from openrlhf_ext.inputs import INTEGER, MAP, InputError, check, decode, list_of, map_of, map_with, or_null, read_text
-from openrlhf_ext.inputs import NUMBER as NUMBER_KIND
+from openrlhf_ext.inputs import (
+    INTEGER,
+    MAP,
+    NUMBER,
+    InputError,
+    check,
+    decode,
+    list_of,
+    map_of,
+    map_with,
+    or_null,
+    read_text,
+)
+from openrlhf_ext.options import Violation
 from openrlhf_ext.options.table import Configuration
-from openrlhf_ext.reporting import read_metrics
-from openrlhf_ext.reporting.names import is_documented, unit_of
+from openrlhf_ext.reporting import EventLog, read_metrics
 from openrlhf_ext.reporting.lines import read_lines
+from openrlhf_ext.reporting.names import is_documented, unit_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +51,7 @@ _AGREEMENT = re.compile(
     r"(kl/rollout|mismatch/(?!ess)|weight_sync/probe|guide/rollout|algorithm/(abs_log_ratio|policy_kl)|advantage/group)"
 )
 _SHARE = 0.03
+_SHOWN = 6
 _CAUSES = (
     (r"kl/rollout|mismatch/(?!loss|trained)|weight_sync/probe|algorithm/abs_log_ratio",
      "engines sample from other weights, at another temperature or top_p, or from other tokens than the policy scores; "
@@ -63,6 +76,11 @@ class Left:
     value: float | None
     low: float
     high: float
+
+    @property
+    def facts(self) -> dict[str, float | None]:
+        finite = self.value is not None and math.isfinite(self.value)
+        return {"value": self.value if finite else None, "low": self.low, "high": self.high}
 
     @property
     def causes(self) -> str:
@@ -103,15 +121,56 @@ class Corridor:
         ]
 
 
+class CorridorLeft(RuntimeError):
+    """With ``train.corridor_action fail``: a step is outside of the corridor."""
+
+
+class Watch:
+    """Compares the steps of a run with ``train.corridor``; says of every metric once that it left, and of every step in
+    events.jsonl."""
+
+    def __init__(self, path: str, action: str, events: EventLog) -> None:
+        self._corridor, self._fails, self._events = read_corridor(path), action == "fail", events
+        self._said: set[str] = set()
+
+    def look(self, step: int, record: Mapping[str, float]) -> None:
+        """Raises CorridorLeft."""
+        if not (left := self._corridor.left(step, record)):
+            return
+        self._events.note("corridor_left", metrics={each.metric: each.facts for each in left})
+        text = f"step {step} is outside of the corridor of {self._corridor.runs} trusted runs ({self._corridor.path})"
+        if self._fails:
+            raise CorridorLeft("\n- ".join([f"{text}, train.corridor_action is fail:", *map(str, left)]))
+        if new := [each for each in left if each.metric not in self._said]:
+            self._said |= {each.metric for each in new}
+            more = f" and {len(new) - _SHOWN} more metrics: events.jsonl" if len(new) > _SHOWN else ""
+            logger.warning("%s:\n- %s%s", text, "\n- ".join(map(str, new[:_SHOWN])), more)
+
+
+def violations(config: Configuration) -> Iterator[Violation]:
+    """``train.corridor`` is a corridor, and of runs of this recipe."""
+    path = config.train.corridor
+    if path is None:
+        return
+    try:
+        faults = read_corridor(path).faults(config)
+    except InputError as error:
+        faults = [str(error)]
+    else:
+        faults = [f"{path} is of another recipe: {'; '.join(faults)}"] if faults else []
+    for fault in faults:
+        yield Violation(("train.corridor",), f"train.corridor: {fault}")
+
+
 def recipe(options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the shown options that a run's numbers follow from."""
     return {name: value for name, value in options.items() if not _FREE.match(name)}
 
 
 def read_corridor(path: str | Path) -> Corridor:
-    """Raises InputError: the file is none that ``write_corridor`` wrote, or has metrics that this version does not."""
+    """Raises InputError: the file is none that ``openrlhf-ext report`` wrote, or has metrics of another version."""
     where, remedy = str(path), "make it anew: openrlhf-ext report RUN RUN ... --write_corridor FILE"
-    numbers = list_of(or_null(NUMBER_KIND))
+    numbers = list_of(or_null(NUMBER))
     kinds = {"runs": INTEGER, "options": MAP, "bands": map_of(map_with({"low": numbers, "high": numbers}))}
     found = check(decode(read_text(path).encode(), where), where, kinds, remedy=remedy)
     if unknown := [name for name in found["bands"] if not is_documented(name)]:

@@ -27,6 +27,7 @@ from openrlhf_ext.reporting import (
 )
 from openrlhf_ext.reporting.progress import COLUMNS, PANELS, SUPERVISED, SUPERVISED_PANELS, Panel, lost_outputs
 from openrlhf_ext.run.checkpoints import checkpoint_store
+from openrlhf_ext.run.corridor import Watch
 
 if TYPE_CHECKING:
     from openrlhf_ext.config.sft import SupervisedConfig
@@ -75,6 +76,8 @@ class Recorder:
         self.writer = MetricsWriter(self.metrics_path, resume_step, label=label)
         self.progress = ProgressLine(total_steps, label=label, columns=self.columns)
         self.events = events or EventLog()
+        train = config.train
+        self.corridor = None if train.corridor is None else Watch(train.corridor, train.corridor_action, self.events)
         self._drawing: threading.Thread | None = None
         self._drawn_at = 0.0
 
@@ -85,6 +88,8 @@ class Recorder:
         for lost in lost_outputs():
             self.events.note("output_lost", why=lost)
         self.draw()
+        if self.corridor is not None:
+            self.corridor.look(step, written)
         return written
 
     def draw(self, wait: bool = False) -> None:

@@ -48,7 +48,8 @@ class Movement:
         if not self._before:
             return
         sampled = list(self._sampled())
-        squares = torch.stack([(now - then).double().square().sum() for (now, _), then in zip(sampled, self._before)])
+        pairs = zip((now for now, _ in sampled), self._before, strict=True)
+        squares = torch.stack([(now - then).double().square().sum() for now, then in pairs])
         seconds = torch.stack([second.double().sum() for _, second in sampled])
         totals = squares.sum().item(), seconds.sum().item()
         entries, still = sum(len(now) for now, _ in sampled), int((squares == 0).sum())

@@ -27,6 +27,12 @@ Interval = Annotated[Int, AfterValidator(_interval), Words("integer >= 1, or -1"
 # fmt: off
 
 
+CORRIDOR_ABOUT = (
+    "bands of every metric of trusted runs of the same recipe, which openrlhf-ext report --write_corridor has made: a "
+    "step outside of them is a warning with likely causes (docs/faults.md)")
+CORRIDOR_ACTION_ABOUT = "with train.corridor: warn of a step outside of it, or fail = end the run"
+
+
 class Train(Section):
     """Optimizer steps."""
 
@@ -95,6 +101,8 @@ class Train(Section):
         "begins anew", gt=0)
     max_restarts: Int = added(0, "how many times a failed run is started again, from its last checkpoint in ckpt.path",
         ge=0)
+    corridor: str | None = added(None, CORRIDOR_ABOUT, path="input")
+    corridor_action: Literal["warn", "fail"] = added("warn", CORRIDOR_ACTION_ABOUT)
 
     def violations(self) -> Iterator[Violation]:
         """What the names for streaming ask for is one thing."""

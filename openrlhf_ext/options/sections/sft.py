@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime
+from typing import Literal
 
 from openrlhf_ext.options import Float, Int, Section, Violation, added, no_meaning, option
 from openrlhf_ext.options.sections.models import Adam, DeepSpeedTraining, TrainedModel
-from openrlhf_ext.options.sections.run import Interval, Records, Saved, Texts, Wandb
+from openrlhf_ext.options.sections.run import (
+    CORRIDOR_ABOUT,
+    CORRIDOR_ACTION_ABOUT,
+    Interval,
+    Records,
+    Saved,
+    Texts,
+    Wandb,
+)
 
 # an option has its default, its meaning and its bounds, as in a table
 # fmt: off
@@ -79,6 +88,8 @@ class SupervisedTrain(Section):
     seed: Int = option(42, "seed of the order of the examples", ge=0, le=2**31 - 1)
     full_determinism_enable: bool = option(False,
         "on GPUs only TransformerEngine's deterministic attention; on CPU training is deterministic anyway")
+    corridor: str | None = added(None, CORRIDOR_ABOUT, path="input")
+    corridor_action: Literal["warn", "fail"] = added("warn", CORRIDOR_ACTION_ABOUT)
 
 
 class SupervisedEval(Section):
