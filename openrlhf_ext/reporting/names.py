@@ -142,8 +142,8 @@ METRICS = (
         "first update of the step: the same of the mean product of advantage and log-prob: which advantages the ranks "
         "gave to which tokens"),
     Metric("prompts/changed", "fraction",
-        "prompts whose completions were sampled from other tokens than the prompt's: cut at `data.max_len`, or, with an "
-        "agent, of its own"),
+        "prompts whose completions were sampled from other tokens than the prompt's: cut at `data.max_len`, or an "
+        "agent's own"),
     Metric("entropy/surprise_correlation", "1",
         "correlation over completion tokens of entropy and minus log-prob: 0 where entropies are of other tokens"),
     Metric("prompts/length_mean", "tokens", "mean length of the prompts of the step's completions"),

@@ -1,8 +1,9 @@
 """The corridor of trusted runs: for every step and metric a band, which a run of the same recipe should not leave.
 
-A band is made of the values that the trusted runs have at a step and its neighbors; with as much room on either side as
-they span (of logarithms, where all are positive). A constant has no room. Of metrics that say how well two computations
-agree only the upper bound counts, ten times the largest: rounding differs between machines.
+A band is made of the values that the trusted runs have at a step and its neighbors, with as much room on either side as
+they span (of logarithms, where all are positive); what is the same in all runs at a step has no room. Of metrics that
+say how well two computations agree only the upper bound counts, ten times the largest: rounding differs between
+machines.
 """
 
 from __future__ import annotations
@@ -171,8 +172,11 @@ def read_corridor(path: str | Path) -> Corridor:
     """Raises InputError: the file is none that ``openrlhf-ext report`` wrote, or has metrics of another version."""
     where, remedy = str(path), "make it anew: openrlhf-ext report RUN RUN ... --write_corridor FILE"
     numbers = list_of(or_null(NUMBER))
-    kinds = {"runs": INTEGER, "options": MAP, "bands": map_of(map_with({"low": numbers, "high": numbers}))}
+    band = map_with({"low": numbers, "high": numbers})
+    kinds = {"runs": INTEGER, "steps": INTEGER, "options": MAP, "bands": map_of(band)}
     found = check(decode(read_text(path).encode(), where), where, kinds, remedy=remedy)
+    if {len(side) for each in found["bands"].values() for side in (each["low"], each["high"])} - {found["steps"]}:
+        raise InputError(f"{where}: a band must have as many numbers as there are steps, {found['steps']}; {remedy}")
     if unknown := [name for name in found["bands"] if not is_documented(name)]:
         raise InputError(f"{where} has bands of {', '.join(unknown[:5])}, which are not measured any more; {remedy}")
     bands = {
@@ -196,7 +200,8 @@ def make_corridor(folders: Sequence[Path]) -> dict[str, Any]:
             raise InputError(f"{folder} has {len(run)} steps, {folders[0]} has {len(runs[0])}: trust whole runs only")
     names = sorted(set.intersection(*({name for record in run.values() for name in record} for run in runs)))
     bands = {name: _bands(name, runs) for name in names if is_banded(name)}
-    return {"runs": len(runs), "options": options, "bands": {name: band for name, band in bands.items() if band}}
+    bands = {name: band for name, band in bands.items() if band}
+    return {"runs": len(runs), "steps": max(runs[0]), "options": options, "bands": bands}
 
 
 def is_banded(metric: str) -> bool:
@@ -224,7 +229,9 @@ def _bands(metric: str, runs: Sequence[Mapping[int, Mapping[str, float]]]) -> di
     steps = range(1, max(runs[0]) + 1)
     values = [[run[step][metric] for run in runs if metric in run.get(step, {})] for step in steps]
     whole = [each if len(each) == len(runs) and all(map(math.isfinite, each)) else [] for each in values]
-    bands = [_band(metric, sum(whole[max(0, i - 1) : i + 2], [])) if whole[i] else None for i in range(len(whole))]
+    # what is the same in all runs is not like it is at other steps: a learning rate, a count
+    near = [each if len({*each}) == 1 else sum(whole[max(0, i - 1) : i + 2], []) for i, each in enumerate(whole)]
+    bands = [_band(metric, values) if each else None for each, values in zip(whole, near, strict=True)]
     if not any(bands):
         return {}
     return {"low": [b and b[0] for b in bands], "high": [b and b[1] for b in bands]}

@@ -5,6 +5,7 @@ import logging
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,24 +15,30 @@ from openrlhf_ext.driver import gauges
 from openrlhf_ext.driver.gauges import (
     DEFAULT_BAND,
     StepGauges,
+    advantage_gauges,
     batch_metrics,
     conflict_gauges,
     correction_band,
+    expected_of_first_update,
     guide_agreement,
     guide_gauges,
     mismatch_gauges,
     policy_mismatch,
     rank_gauges,
+    recounted,
     reward_metrics,
     staleness_metrics,
+    text_metrics,
     throughput_gauges,
 )
 from openrlhf_ext.megatron.model.flops import ForwardFlops
 from openrlhf_ext.megatron.model.shape import ModelShape
+from openrlhf_ext.megatron.step.movement import Moved
 from openrlhf_ext.ranks.timers import RankReport
 from openrlhf_ext.reporting import is_documented
 from openrlhf_ext.rewards.grading import FAILED_KEY
 from tests.driver.simulated import response
+from tests.driver.test_experience import GROUP, make_batch
 from tests.sequences import masked_batch
 
 # ---- trainer against engines
@@ -261,3 +268,85 @@ def test_mean_conflict_is_the_number_of_tokens_in_either_span():
     found = conflict_gauges(batch, get_algorithm("gtpo_conflict").shape(batch))
     # from the front 5, 59, 59, 59 are shared by good and bad ones; from the back nothing, 9, 9, 9
     assert found["conflict/mean"] == (1 + 2 + 3 + 3) / 4
+
+
+# ---- what was shaped against what is trained
+
+
+PUBLISHED = {"alpha1": 1.0, "alpha2": 0.1}
+
+
+def shaped_groups(method: str = "grpo"):
+    """A batch of five groups, and how the method shapes it."""
+    _, rollout = make_batch(5, seed=3)
+    return rollout, get_algorithm(method, **(PUBLISHED if method == "gtpo_entropy" else {})).shape(rollout)
+
+
+def test_advantages_are_compared_with_the_rewards_that_completions_were_graded_with():
+    groups, shaped = shaped_groups()
+    rewards = groups.rewards.tolist()
+    got = advantage_gauges(shaped, GROUP, rewards)
+    assert got["advantage/group_mean_abs"] < 1e-7 and 0.9 < got["advantage/reward_correlation"] <= 1 + 1e-9
+    other = advantage_gauges(shaped, GROUP, [*rewards[1:], rewards[0]])
+    assert other["advantage/reward_correlation"] < 0.5, "rewards of other completions"
+    moved = dataclasses.replace(shaped, advantages=shaped.advantages + 0.5)
+    assert advantage_gauges(moved, GROUP, rewards)["advantage/group_mean_abs"] == pytest.approx(0.5, rel=1e-5)
+    assert "advantage/reward_correlation" not in advantage_gauges(shaped, GROUP, [1.0] * len(rewards))
+    assert all(map(is_documented, got))
+
+
+@pytest.mark.parametrize("method", ["grpo", "dapo", "gspo", "gtpo_entropy"])
+def test_the_first_update_is_what_the_driver_expects_and_nothing_else(method, monkeypatch):
+    monkeypatch.setattr(segments, "BLOCK_TOKENS", 7)  # several blocks
+    groups, shaped = shaped_groups(method)
+    old_N = groups.old_logprobs
+    expected = expected_of_first_update(shaped, old_N)
+    whole = shaped.algorithm.loss(old_N.double(), shaped)
+    assert expected["expected/loss"] == pytest.approx(float(whole.value), abs=1e-9)
+
+    def gauges_of(other, new_N=old_N):
+        loss = other.algorithm.loss(new_N, other)
+        first = {"first/loss": float(loss.value), "first/alignment": float(loss.metrics["alignment"])}
+        return recounted({"grad_norm": 1.0, **expected, **first})
+
+    right = gauges_of(shaped)
+    assert set(right) == {"grad_norm", "mismatch/loss", "mismatch/trained"} and all(map(is_documented, right))
+    assert max(right["mismatch/loss"], right["mismatch/trained"]) < 1e-6
+    rolled = dataclasses.replace(shaped, advantages=shaped.advantages.roll(3))
+    if shaped.seq_advantages is not None:
+        rolled = dataclasses.replace(rolled, seq_advantages=shaped.seq_advantages.roll(1))
+    assert gauges_of(rolled)["mismatch/trained"] > 1e-3, "advantages of other tokens"
+    halved = dataclasses.replace(shaped, weights=shaped.weights * 0.5)
+    assert method == "gspo" or gauges_of(halved)["mismatch/loss"] > 1e-6 or abs(float(whole.value)) < 1e-6
+    assert gauges_of(shaped, old_N.roll(1))["mismatch/trained"] > 1e-3, "log-probs of other tokens"
+    assert recounted({"first/loss": 1.0, "lr": 2.0}) == {"lr": 2.0}, "nothing was expected"
+
+
+class Letters:
+    """A tokenizer of one token for each letter, with token 4 as its end of text."""
+
+    eos_token_id = 4
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": [len(letter) for letter in text]}
+
+
+def test_prompts_are_compared_with_their_tokens():
+    made = [response("ab", 1, 1) for _ in range(4)]
+    made = [dataclasses.replace(r, tokens_S=np.array([1, 1, 9, 4], np.int32)) for r in made]
+    assert text_metrics(["ab", "cd"], made, Letters()) == {
+        "prompts/length_mean": 2.0, "prompts/changed": 0.0, "response/ended": 1.0}  # fmt: skip
+    made[2] = dataclasses.replace(made[2], tokens_S=np.array([1, 7, 9, 5], np.int32))
+    got = text_metrics(["ab", "cd"], made, Letters())
+    assert (got["prompts/changed"], got["response/ended"]) == (0.5, 0.75)
+    cut = [dataclasses.replace(each, truncated=True) for each in made]
+    assert "response/ended" not in text_metrics(["ab", "cd"], cut, Letters())
+
+
+def test_movement_of_all_ranks_is_one_number():
+    moved = [Moved(float(rank), 4.0, entries=2, parameters=4, still=rank, adam_steps=5) for rank in (1, 3)]
+    reports = [RankReport(rank, "node", "cpu", {}, 1, moved=each) for rank, each in enumerate(moved)]
+    got = rank_gauges(reports)
+    assert got["update/rms"] == 1.0 and got["update/second_moment"] == pytest.approx(math.sqrt(2.0))
+    assert (got["update/still"], got["update/adam_steps"]) == (0.5, 5.0)
+    assert "update/rms" not in rank_gauges([RankReport(0, "node", "cpu", {}, 1)])

@@ -67,6 +67,9 @@ def test_every_layout_trains_alike(tmp_path):
             assert record["staleness/max"] == 0, "synchronous training is on-policy"
             assert (record.get("offload/freed_mib", 0) > 0) == (name == "colocated")
             assert record["weight_sync/probe_diff"] < 1e-4
+            assert max(record["mismatch/loss"], record["mismatch/trained"]) < 1e-5, "of every stage and half"
+            assert record["update/adam_steps"] == record["step"] and record["update/still"] == 0 < record["update/rms"]
+            assert record["prompts/changed"] == 0 and abs(record["advantage/reward_correlation"] - 1) < 0.1
     for expected, got in zip(*runs.values(), strict=True):
         for metric in ("reward/mean", "accuracy/mean", "response/length_mean", "tokens/generated"):
             assert got[metric] == expected[metric], (got["step"], metric)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_ext.rollout.response import ROUTING_KEY, SPANS_KEY, Response, ResponseRecorder, derived_seed
+from openrlhf_ext.rollout.response import (
+    ROUTING_KEY,
+    SPANS_KEY,
+    Response,
+    ResponseRecorder,
+    RolloutError,
+    derived_seed,
+)
 
 seeds = st.integers(0, 2**63 - 1)
 
@@ -176,3 +184,17 @@ def test_rows_of_any_conversation_have_no_hole(prompt: list[int], turns: list[tu
     response, asked = routed(requests, tokens)
     assert np.array_equal(response.experts_RLK, rows_of(tokens)[:-1])
     assert asked == [0] + [len(request) + len(said) - 1 for request, said in requests[:-1]]
+
+
+def test_a_receipt_binds_a_reward_to_its_tokens():
+    answer = {
+        "observation_tokens": [1, 2, 3], "action_ranges": [(1, 3)], "rollout_log_probs": None, "reward": 0.5,
+        "scores": 1.0, "extra_logs": {},
+    }  # fmt: skip
+    made = Response.of_agent(answer, max_len=8)
+    made.check_receipt()
+    dataclasses.replace(made, score=0.0, extra_logs={"x": 1.0}).check_receipt()
+    for other in ({"reward": 0.25}, {"tokens_S": made.tokens_S[::-1]}, {"tokens_S": made.tokens_S[:2]}):
+        with pytest.raises(RolloutError, match="not the one that it was graded with"):
+            dataclasses.replace(made, **other).check_receipt()
+    dataclasses.replace(made, reward=0.25, receipt=None).check_receipt()  # a reward model's

@@ -1,0 +1,149 @@
+"""Bands of trusted runs: what leaves them is told, other runs of the recipe stay inside, other files are refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf_ext.cli import report
+from openrlhf_ext.config import load_config
+from openrlhf_ext.config.show import shown_options
+from openrlhf_ext.driver import preflight
+from openrlhf_ext.inputs import InputError
+from openrlhf_ext.reporting import EventLog, MetricsWriter
+from openrlhf_ext.reporting.lines import read_lines
+from openrlhf_ext.run.corridor import CorridorLeft, Watch, make_corridor, read_corridor, recipe, written
+from openrlhf_ext.run.records import Recorder
+from tests.e2e.jobs import Task
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return Task.make(tmp_path_factory.mktemp("runs"))
+
+
+def config_of(task, **more):
+    return load_config(task.options("out", **more))
+
+
+def record(draw: random.Random, step: int) -> dict[str, float]:
+    return {
+        "reward/mean": 0.4 + draw.uniform(0, 0.1), "grad_norm": 0.1 * draw.uniform(1, 2), "lr": 1e-3 * step,
+        "kl/rollout": 1e-13 * draw.uniform(1, 2), "response/truncated_rate": 0.0, "time/step": draw.uniform(1, 99),
+        "reward_log/own": draw.uniform(-1, 1),
+    }  # fmt: skip
+
+
+def make_run(folder, name, config, seed):
+    run = folder / name
+    with EventLog(run / "events.jsonl") as events, MetricsWriter(run / "metrics.jsonl") as metrics:
+        events.note("start", options=shown_options(config))
+        draw = random.Random(seed)
+        for step in range(1, STEPS + 1):
+            metrics.write(step, record(draw, step))
+    return run
+
+
+@pytest.fixture(scope="module")
+def corridor(task):
+    """The file that ``openrlhf-ext report`` makes of five runs, which differ in seed and place."""
+    runs = [make_run(task.folder, f"trusted{n}", config_of(task, train__seed=n), n) for n in range(5)]
+    path = task.folder / "corridor.json"
+    page = str(task.folder / "page.html")
+    assert report.main([*map(str, runs), "--output", page, "--write_corridor", str(path)]) == 0
+    return path
+
+
+def test_another_run_of_the_recipe_is_inside(task, corridor):
+    found = read_corridor(corridor)
+    assert found.runs == 5 and set(found.bands) == {*record(random.Random(), 1)} - {"time/step"}
+    for seed in range(100, 200):
+        draw = random.Random(seed)
+        for step in range(1, STEPS + 3):  # longer than the trusted ones
+            assert found.left(step, record(draw, step)) == [], (seed, step)
+    assert found.faults(config_of(task, train__seed=77, ckpt__output_dir="elsewhere", vllm__num_engines=2)) == []
+
+
+@pytest.mark.parametrize(("metric", "value"), [
+    ("reward/mean", 0.9), ("grad_norm", 0.9), ("lr", 1.1e-3), ("kl/rollout", 1e-6), ("response/truncated_rate", 0.2),
+    ("reward_log/own", -9.0), ("grad_norm", None), ("grad_norm", float("nan")), ("reward/mean", float("inf")),
+])  # fmt: skip
+def test_what_leaves_is_told_with_its_band_and_likely_causes(corridor, tmp_path, caplog, metric, value):
+    changed = {**record(random.Random(7), 1), metric: value}
+    if value is None:
+        del changed[metric]
+    with EventLog(tmp_path / "events.jsonl") as events, caplog.at_level(logging.WARNING):
+        watch = Watch(str(corridor), "warn", events)
+        watch.look(1, changed)
+        watch.look(1, changed)
+    assert sum(metric in line.getMessage() for line in caplog.records) == 1, "said once, written every time"
+    told = [event for _, event in read_lines(tmp_path / "events.jsonl")]
+    assert [list(event["metrics"]) for event in told] == [[metric], [metric]]
+    low, high = read_corridor(corridor).bands[metric][0]
+    assert (told[0]["metrics"][metric]["low"], told[0]["metrics"][metric]["high"]) == (low, high)
+    with EventLog() as events, pytest.raises(CorridorLeft, match=f"(?s)5 trusted runs.*{metric}"):
+        Watch(str(corridor), "fail", events).look(1, changed)
+
+
+@given(st.lists(st.floats(1e-9, 1e9), min_size=3, max_size=20))
+def test_bands_hold_what_they_are_made_of(values):
+    from openrlhf_ext.run.corridor import _band
+
+    for metric in ("grad_norm", "reward/mean", "kl/rollout", "accuracy/mean"):
+        low, high = _band(metric, values)
+        assert all(low <= value <= high for value in values)
+        low, high = _band(metric, [-value for value in values])
+        assert all(low <= -value <= high for value in values)
+
+
+def test_a_run_compares_its_steps(task, corridor, caplog):
+    config = config_of(task, train__corridor=corridor, logger__metrics_path=task.folder / "watched/metrics.jsonl")
+    recorder = Recorder(config, STEPS)
+    with caplog.at_level(logging.WARNING):
+        recorder.write(1, record(random.Random(3), 1))
+        recorder.write(2, {**record(random.Random(4), 2), "grad_norm": 7.0})
+    recorder.close()
+    (told,) = [line.getMessage() for line in caplog.records if "corridor" in line.getMessage()]
+    assert "step 2 is outside" in told and "grad_norm is 7, trusted runs" in told and "the loss is scaled" in told
+
+
+def test_files_of_other_recipes_metrics_and_kinds_are_refused_by_name(task, corridor, tmp_path):
+    def refused(path, **more):
+        config = config_of(task, train__corridor=path, **more)
+        return "\n".join(v.message for v in preflight.findings(config).violations if "train.corridor" in v.options)
+
+    assert refused(corridor) == ""
+    told = refused(corridor, rollout__temperature=0.5, actor__adam__lr=1e-4)
+    assert "rollout.temperature is 0.5, in the trusted runs 1" in told and "actor.adam.lr" in told
+    other = json.loads(corridor.read_text())
+    other["bands"]["renamed/metric"] = other["bands"].pop("grad_norm")
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    assert "renamed/metric, which are not measured any more" in refused(tmp_path / "other.json")
+    (tmp_path / "none.json").write_text("[]")
+    assert "must be a JSON object" in refused(tmp_path / "none.json")
+    (tmp_path / "short.json").write_text(json.dumps({**other, "bands": {"lr": {"low": [1], "high": []}}}))
+    assert "as many" in refused(tmp_path / "short.json")
+    assert "absent.json cannot be read: No such file" in refused(tmp_path / "absent.json")
+
+
+def test_only_whole_runs_of_one_recipe_make_a_corridor(task, corridor, tmp_path):
+    runs = [task.folder / f"trusted{n}" for n in range(5)]
+    assert written(make_corridor(runs)) == corridor.read_text()
+    with pytest.raises(InputError, match="at least three trusted runs"):
+        make_corridor(runs[:2])
+    other = make_run(tmp_path, "other", config_of(task, rollout__temperature=0.5), 9)
+    with pytest.raises(InputError, match="another recipe than .*rollout.temperature differ"):
+        make_corridor([*runs, other])
+    cut = make_run(tmp_path, "cut", config_of(task), 9)
+    lines = (cut / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (cut / "metrics.jsonl").write_text("".join(lines[:-1]))
+    with pytest.raises(InputError, match="has 3 steps, .* has 4"):
+        make_corridor([*runs, cut])
+    assert "train.seed" not in recipe(shown_options(config_of(task)))
