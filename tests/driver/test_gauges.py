@@ -286,6 +286,7 @@ def test_advantages_are_compared_with_the_rewards_that_completions_were_graded_w
     groups, shaped = shaped_groups()
     rewards = groups.rewards.tolist()
     got = advantage_gauges(shaped, GROUP, rewards)
+    assert got["advantage/group_rms"] == pytest.approx(math.sqrt((GROUP - 1) / GROUP), rel=1e-4)
     assert got["advantage/group_mean_abs"] < 1e-7 and 0.9 < got["advantage/reward_correlation"] <= 1 + 1e-9
     other = advantage_gauges(shaped, GROUP, [*rewards[1:], rewards[0]])
     assert other["advantage/reward_correlation"] < 0.5, "rewards of other completions"
