@@ -67,6 +67,7 @@ from openrlhf_ext.run.checkpoints import (
     write_hf,
 )
 from openrlhf_ext.run.ending import note_end, report_interruption
+from openrlhf_ext.run.ledger import LEDGER, Ledger, digest, hash_of
 from openrlhf_ext.run.records import StepRecorder
 
 if TYPE_CHECKING:
@@ -279,6 +280,7 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
         sharing=sharing,
         deadline=deadline,
         recorder=build_recorder(config, parts),
+        ledger=build_ledger(config, parts),
         gauges=step_gauges(config, parts, shape),
         held_out=held_out_sets(config, parts.strategy, parts.held_out),
         sinks=build_sinks(parts.strategy.args),
@@ -324,6 +326,17 @@ def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
         parts.prompts.skipped_overlong,
         SampleWriter(path, every, parts.steps, texts, groups, resume_step),
     )
+
+
+def build_ledger(config: RunConfig, parts: Parts) -> Ledger:
+    """What writes down which prompts were trained."""
+    path = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name(LEDGER)
+    prompts, dataset = parts.prompts, parts.prompts.dataset
+    data = {
+        "prompts": len(prompts), "episodes": config.train.num_episodes, "skipped_overlong": prompts.skipped_overlong,
+        "episode": hash_of(map(digest, dataset.prompts, dataset.labels)),
+    }  # fmt: skip
+    return Ledger(path, parts.resumed.step if parts.resumed is not None else 0, data)
 
 
 def requests_of(config: RunConfig, parts: Parts) -> Requests:
