@@ -236,7 +236,7 @@ def main() -> int:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     about = {"prompts": PROMPTS, "episodes": EPISODES, "batch": BATCH, "samples": SAMPLES, "within_s": args.within}
-    found: dict[str, Any] = {"environment": environment("ray", "vllm"), "settings": about, "runs": []}
+    found: dict[str, Any] = {"environment": environment("ray", "torch"), "settings": about, "runs": []}
     if args.output.exists():
         found = json.loads(args.output.read_text())
         if found["settings"] != about:
