@@ -67,7 +67,7 @@ from openrlhf_ext.run.checkpoints import (
     write_hf,
 )
 from openrlhf_ext.run.ending import note_end, report_interruption
-from openrlhf_ext.run.ledger import LEDGER, Ledger, digest, hash_of
+from openrlhf_ext.run.ledger import LEDGER, digest, hash_of, open_ledger
 from openrlhf_ext.run.records import StepRecorder
 
 if TYPE_CHECKING:
@@ -280,7 +280,6 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
         sharing=sharing,
         deadline=deadline,
         recorder=build_recorder(config, parts),
-        ledger=build_ledger(config, parts),
         gauges=step_gauges(config, parts, shape),
         held_out=held_out_sets(config, parts.strategy, parts.held_out),
         sinks=build_sinks(parts.strategy.args),
@@ -291,6 +290,7 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
     )  # fmt: skip
     if parts.resumed is not None:
         loop.restore(parts.resumed.state, parts.resumed.arrays)
+    begin_ledger(config, parts, loop)
     return loop
 
 
@@ -328,15 +328,15 @@ def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
     )
 
 
-def build_ledger(config: RunConfig, parts: Parts) -> Ledger:
-    """What writes down which prompts were trained."""
-    path = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name(LEDGER)
-    prompts, dataset = parts.prompts, parts.prompts.dataset
-    data = {
-        "prompts": len(prompts), "episodes": config.train.num_episodes, "skipped_overlong": prompts.skipped_overlong,
-        "episode": hash_of(map(digest, dataset.prompts, dataset.labels)),
-    }  # fmt: skip
-    return Ledger(path, parts.resumed.step if parts.resumed is not None else 0, data)
+def begin_ledger(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
+    """Has the loop write down which prompts it trains; what the data is comes first."""
+    data, path = parts.prompts, Path(required(config.logger.metrics_path, "logger.metrics_path"))
+    loop.ledger = open_ledger(path.with_name(LEDGER), loop.step)
+    loop.ledger.append({
+        "step": loop.step, "prompts": len(data), "episodes": config.train.num_episodes,
+        "skipped_overlong": data.skipped_overlong,
+        "episode": hash_of(map(digest, data.dataset.prompts, data.dataset.labels)), **loop.rollouts.place,
+    })  # fmt: skip
 
 
 def requests_of(config: RunConfig, parts: Parts) -> Requests:

@@ -27,7 +27,7 @@ from openrlhf_ext.driver.engines import EngineCall, EngineSupervisor, HangWatch,
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.rewards.grading import RewardFailureLimit
 from openrlhf_ext.rollout.response import GroupRequest, InvalidWeights, Response, Sampling, derived_seed, graded
-from openrlhf_ext.run.ledger import Entry, digest
+from openrlhf_ext.run.ledger import TIME_IS_UP, USED_UP, Entry, digest
 
 _LOOK_S = 1.0
 _TRAINING, _OTHER = 0, 1  # groups of one number have different seeds
@@ -335,8 +335,8 @@ class Rollouts:
         self._batches_wanted = self._max_staleness
 
     def give_up(self, reason: str, groups: Iterable[Group]) -> None:
-        """These will not be trained on: counts them in ``dropped``, and the ledger's next line names their prompts.
-        ``reason``: one of ``GIVEN_UP``."""
+        """These are not trained on: ``dropped`` counts them, and the ledger's next line names their prompts by the
+        reason, one of ``run.ledger.REASONS``."""
         entries = [group.prompt.entry for group in groups]
         self.dropped[reason] += len(entries)
         self._given_up[reason] += entries
@@ -362,9 +362,7 @@ class Rollouts:
         return any(number < last for number in self._in_flight)
 
     def _drop_late(self, version: int) -> None:
-        late = [group for group in self._finished if group.is_late(version, self._max_staleness)]
-        if late:
-            self.give_up("late", late)
+        self.give_up("late", [group for group in self._finished if group.is_late(version, self._max_staleness)])
         self._finished = [group for group in self._finished if not group.is_late(version, self._max_staleness)]
         self._fill()
 
@@ -493,27 +491,22 @@ class Rollouts:
         }
 
     @property
-    def is_used_up(self) -> bool:
-        """Whether there are no more prompts, and none of those drawn is on its way."""
-        return self._exhausted and not self._in_flight and not self._finished
-
-    @property
     def place(self) -> dict[str, Any]:
         """Of a line of the ledger: prompts drawn, and the numbers of those that no line has settled yet."""
         numbers = [*self._in_flight, *(p.number for p in self._again), *(g.prompt.number for g in self._finished)]
         numbers += [number for entries in self._given_up.values() for number, _ in entries]
         return {"drawn": self.prompts.drawn, "waiting": sorted(numbers)}
 
-    def account(self) -> dict[str, Any]:
-        """Of the ledger's next line: what was given up since the last one, by reason, and the place behind it."""
+    def account(self, ended: bool = False) -> dict[str, Any]:
+        """Of the ledger's next line: what was given up since the last one, by reason, and the place behind it; if the
+        run has ``ended``, where the others are and why it did."""
         given_up, self._given_up = self._given_up, defaultdict(list)
-        return {**given_up, **self.place}
-
-    def last_account(self) -> dict[str, Any]:
-        """Of the ledger's last line: as ``account``, and where the others are that were not trained."""
+        if not ended:
+            return {**given_up, **self.place}
         in_flight = [prompt.entry for prompt in (*self._in_flight.values(), *self._again)]
         queued = [group.prompt.entry for group in self._finished]
-        return {**self.account(), "in_flight": in_flight, "queued": queued, "waiting": []}
+        why = USED_UP if self._exhausted and not in_flight + queued else TIME_IS_UP
+        return {"why": why, **given_up, "in_flight": in_flight, "queued": queued, **self.place, "waiting": []}
 
     def snapshot(self) -> tuple[dict[str, Any], list[Group], list[Prompt]]:
         """The place in the data, counts, and what the ledger does not have yet; groups that are finished and not taken;
