@@ -44,7 +44,7 @@ import ray
 from benchmarks.record import environment, write
 from openrlhf_ext import compat  # noqa: F401  every attempt is forked from a process that has imported it
 from openrlhf_ext.config import RunConfig, load_config
-from openrlhf_ext.driver import data, job, settings
+from openrlhf_ext.driver import job, settings
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.engines import EngineSupervisor
 from openrlhf_ext.driver.guard import Guard
@@ -101,9 +101,7 @@ def attempt(carried: bytes, address: str, config: RunConfig, untrained: str, tol
         os.dup2(file.fileno(), 2)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    policy, engines, auxiliary = ray.cloudpickle.loads(carried)
-    strategy, tokenizer = data.open_tokenizer(config)
-    prompts, held_out = data.load_data(config, strategy, tokenizer)
+    policy, engines, auxiliary, strategy, tokenizer, prompts, held_out = ray.cloudpickle.loads(carried)
     path, timeout_s, groups = Path(str(config.logger.metrics_path)), config.train.step_timeout_s, {"policy": policy}
     told.send("begins")
     with own_folders(config), EventLog(path.with_name("events.jsonl"), goes_on=True) as events:
@@ -133,10 +131,13 @@ def attempt(carried: bytes, address: str, config: RunConfig, untrained: str, tol
 class Runs:
     """One set of Ray actors, and the runs that are made with them."""
 
-    def __init__(self, task: Task, parts: job.Parts, within_s: float) -> None:
-        """An attempt is killed at most ``within_s`` seconds after it has begun."""
-        self.task, self.policy, self.within_s = task, parts.policy, within_s
-        self.carried = ray.cloudpickle.dumps((parts.policy, list(parts.supervisor.engines), parts.auxiliary))
+    def __init__(self, task: Task, parts: job.Parts, within: float) -> None:
+        """An attempt is killed after ``within`` times the seconds that it took to begin, at most."""
+        self.task, self.within = task, within
+        self.carried = ray.cloudpickle.dumps((
+            parts.policy, list(parts.supervisor.engines), parts.auxiliary, parts.strategy, parts.tokenizer,
+            parts.prompts, parts.held_out,
+        ))  # fmt: skip
         self.address = ray.get_runtime_context().gcs_address
         self.untrained, self.call = task.folder / "untrained", partial(call_ranks, parts.policy, "policy")
         self.call("save_state", 60.0, folder=str(self.untrained), name="policy", background=False)
@@ -149,7 +150,7 @@ class Runs:
         (staleness, late), name = KINDS[seed % len(KINDS)], f"run{seed}"
         config = config_of(self.task, name, train__max_staleness=staleness, train__late_groups=late)
         kills = 0
-        while not self._ends(config, chance.uniform(0, self.within_s), self.task.folder / f"{name}.log"):
+        while not self._ends(config, chance.uniform(0, self.within), self.task.folder / f"{name}.log"):
             kills += 1
             if kills > _MOST_ATTEMPTS:
                 raise RuntimeError(f"run {seed} was killed {kills} times and has not ended; raise --within")
@@ -161,8 +162,9 @@ class Runs:
         counts = {reason: count for reason, count in audit.counts.items() if count}
         return Result(seed, staleness, late, kills, audit.step, counts, time.monotonic() - started, faults)
 
-    def _ends(self, config: RunConfig, after_s: float, log: Path) -> bool:
+    def _ends(self, config: RunConfig, after: float, log: Path) -> bool:
         """One attempt; whether it ended before it was to be killed. Raises RuntimeError: it failed."""
+        started = time.monotonic()
         told, tells = self.processes.Pipe(duplex=False)
         words = (self.carried, self.address, config, str(self.untrained), tells, log)
         process = self.processes.Process(target=attempt, args=words)
@@ -171,7 +173,7 @@ class Runs:
         if not told.poll(_ATTEMPT_S) or process.sentinel in multiprocessing.connection.wait([process.sentinel], 0):
             process.kill()
             raise RuntimeError(f"an attempt did not begin within {_ATTEMPT_S:g} s, or failed: {log}")
-        process.join(after_s)
+        process.join(after * (time.monotonic() - started))  # on a busy machine steps take longer, too
         was_killed = process.exitcode is None
         process.kill()
         process.join(_ATTEMPT_S)
@@ -211,7 +213,7 @@ def judged(folder: Path, config: RunConfig, late: str) -> tuple[Audit, list[str]
     return audit, faults
 
 
-def runs_with_kills(folder: Path, within_s: float, seeds: Iterator[int]) -> Iterator[Result]:
+def runs_with_kills(folder: Path, within: float, seeds: Iterator[int]) -> Iterator[Result]:
     """The run of each seed; FOLDER keeps policy and data."""
     task = Task(folder) if (folder / "policy").exists() else Task.make(folder, prompts=PROMPTS, reward=REWARD)
     held_out = [{"question": f"{i} - 1 = ", "answer": ""} for i in (100, 101)]
@@ -219,7 +221,7 @@ def runs_with_kills(folder: Path, within_s: float, seeds: Iterator[int]) -> Iter
     base = config_of(task, "base", train__max_staleness=1)
     with RaySession(policy_ranks=1, engines=1, env=settings.worker_env(base), verbose=False) as session:
         shutil.rmtree(folder / "untrained", ignore_errors=True)
-        runs = Runs(task, job.build_parts(base, session, EventLog()), within_s)
+        runs = Runs(task, job.build_parts(base, session, EventLog()), within)
         for seed in seeds:
             for left in (folder / f"run{seed}", folder / f"run{seed}_ckpt"):  # the command was stopped in it
                 shutil.rmtree(left, ignore_errors=True)
@@ -230,16 +232,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the runs")
     parser.add_argument("--kills", type=int, default=1000, help="as many at least")
-    parser.add_argument("--within", type=float, default=2.0, help="seconds of an attempt before it is killed, at most")
+    about = "an attempt is killed after so many times the seconds that it took to begin, at most"
+    parser.add_argument("--within", type=float, default=4.0, help=about)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no run begins later")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    about = {"prompts": PROMPTS, "episodes": EPISODES, "batch": BATCH, "samples": SAMPLES, "within_s": args.within}
-    found: dict[str, Any] = {"environment": environment("ray", "torch"), "settings": about, "runs": []}
+    given = {"prompts": PROMPTS, "episodes": EPISODES, "batch": BATCH, "samples": SAMPLES, "within": args.within}
+    found: dict[str, Any] = {"environment": environment("ray", "torch"), "settings": given, "runs": []}
     if args.output.exists():
         found = json.loads(args.output.read_text())
-        if found["settings"] != about:
+        if found["settings"] != given:
             parser.error(f"{args.output} has other settings: {found['settings']}")
     until, first = time.monotonic() + args.seconds, len(found["runs"])
     seeds = iter(range(first, 10**9))

@@ -118,10 +118,9 @@ class Audit:
         self._data, self._starts[line["drawn"]] = line, step
 
     def _settle(self, number: int, of: str, what: str) -> None:
-        if number not in self.waiting:
+        if number in self._settled or number not in self.waiting:
             self.faults.append(f"prompt {number} is {what}, and was before {self._fate(number)}")
-            return
-        self.waiting.remove(number)
+        self.waiting.discard(number)
         self.counts[what.split()[0]] += 1
         self._settled[number] = of, what
 
@@ -131,20 +130,24 @@ class Audit:
 
     def _check_episodes(self) -> None:
         size, done = self._data["prompts"], self._settled
-        for first in range(0, self.drawn - size + 1, size):
-            found = {number: done[number][0] for number in range(first, first + size) if number in done}
-            is_whole, times = len(found) == size, Counter(found.values())
-            if is_whole and hash_of(found.values()) != self._data["episode"]:
+        due = size * self._data["episodes"]
+        for first in range(0, self.drawn, size):
+            numbers = range(first, min(first + size, self.drawn))
+            found = {number: done[number][0] for number in numbers if number in done}
+            is_last = self.end == USED_UP and first < due
+            is_over = len(found) == len(numbers) and (len(numbers) == size or is_last)
+            if is_over and hash_of(found.values()) == self._data["episode"]:
+                self.proved += 1
+            elif is_over:
+                times = Counter(found.values())
                 starts = [step for drawn, step in self._starts.items() if first < drawn <= first + size]
                 self.faults.append(
-                    f"prompts {first} to {first + size - 1} are not those of the data, each once: the loader went on "
-                    f"at another place{_some(', resumed from step ', starts)}"
+                    f"prompts {first} to {numbers[-1]} are not those of the data, each once: the loader "
+                    f"went on at another place{_some(', resumed from step ', starts)}"
                     f"{_some('; twice there: ', [number for number, of in found.items() if times[of] > 1])}"
                 )
-            self.proved += is_whole and hash_of(found.values()) == self._data["episode"]
-        due = max(size * self._data["episodes"], *self._starts)  # who goes on with fewer may be beyond them
-        if self.end == USED_UP and self.drawn != due:
-            self.faults.append(f"the prompts were used up after {self.drawn}, and {due} were due: a resume went astray")
+        if self.end == USED_UP and self.drawn != max(due, *self._starts):  # who goes on with fewer may be beyond them
+            self.faults.append(f"the prompts were used up after {self.drawn}, and {due} were due")
 
 
 def _some(before: str, numbers: list[int]) -> str:
