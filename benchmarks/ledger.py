@@ -1,6 +1,6 @@
 """Drivers killed at random moments: after every run each prompt is trained exactly once, or named with its reason.
 
-    python benchmarks/ledger.py /tmp/kills --output benchmarks/results/ledger_cpu.json --kills 1000     # an hour or more
+    python benchmarks/ledger.py /tmp/kills --output benchmarks/results/ledger_cpu.json --kills 1000    # an hour or more
 
 One process starts Ray, an engine and a policy rank. Every attempt of a run is a process of its own that connects to
 them, goes on from the newest checkpoint and trains, until SIGKILL ends it at a moment that the seed chooses; the
@@ -13,6 +13,8 @@ What the killed attempt has left in engine and rank is of no account: a checkpoi
 rank has answered once more before the next attempt begins. The file is written after every run, and a second command
 goes on where it ends; FOLDER keeps the runs that do not hold.
 """
+
+# ruff: noqa: E402  patches come before what they patch
 
 from __future__ import annotations
 

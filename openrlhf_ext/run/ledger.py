@@ -1,10 +1,10 @@
 """Which prompts a run has trained, and why not the others: ledger.jsonl, a line for each step, and its check.
 
-``{"step": 3, "trained": [[8, "9f86d081884c7d65"], ...], "filtered": [...], "drawn": 20, "waiting": [16, 17]}``: a prompt
-is its number in the order of drawing, which goes on over episodes, with a digest of text and label. ``waiting`` are those
-drawn that no line has settled yet, so a prompt that is lost or used twice is found in the line where it happens. The
-first line, and one after each resume, says what the data is: ``episode`` is a hash of all its prompts in any order. The
-last line of a run that ends in order has ``end`` in the place of ``step``.
+``{"step": 3, "trained": [[8, "9f86d081884c7d65"], ...], "filtered": [...], "drawn": 20, "waiting": [16, 17]}``: a
+prompt is its number in the order of drawing, over all episodes, with a digest of text and label. ``waiting`` are those
+drawn that no line has settled yet, so what is lost or used twice is found in the line where it happens. The first line,
+and one after each resume, says what the data is: ``episode`` is a hash of all its prompts in any order. The last line
+of a run that ends in order has ``end`` in the place of ``step``.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def hash_of(digests: Iterable[str]) -> str:
 
 
 def open_ledger(path: Path, resume_step: int) -> JsonLines:
-    """What writes the lines of one run: those after ``resume_step``, and how an earlier part of the run ended, are moved
-    aside; 0 = all are."""
+    """What writes the lines of one run: those after ``resume_step``, and how an earlier part of the run ended, are
+    moved aside; 0 = all are."""
     return JsonLines(path, lambda line: 0 < resume_step >= step_of(line))
 
 
 class Audit:
-    """What a ledger comes to. ``faults``: prompts that are lost, doubled or unknown, and episodes that are not the data;
+    """What a ledger comes to. ``faults``: prompts that are lost, doubled or unknown, episodes that are not the data;
     empty = it holds. ``counts``: of prompts by reason; ``waiting``: drawn, and not settled; ``end``: why the run ended,
     None = it goes on, or did not end in order; ``proved``: episodes that are all prompts of the data, each once;
     ``since``: the step from which on it accounts. Raises InputError: there is no ledger, or it is damaged."""
@@ -74,17 +74,18 @@ class Audit:
 
     @property
     def lines(self) -> list[str]:
-        """What it comes to, in words."""
-        data, waits = self._data, len(self.waiting)
-        ended = f"the run ended after step {self.step}: {self.end}"
-        open_end = f"the run did not end, or goes on; not yet accounted for, behind step {self.step}: {waits} prompts"
+        """What it comes to, in words; the verdict first."""
+        look = "look at events.jsonl and the log around their steps (resumes, replaced engines, dropped groups)"
+        size, episodes, skipped = (self._data[key] for key in ("prompts", "episodes", "skipped_overlong"))
+        waits = f"{len(self.waiting)} prompts{_some(', numbers ', sorted(self.waiting))}"
+        open_end = f"step {self.step}: the run goes on, or did not end in order; not yet accounted for: {waits}"
         return [
-            f"{self.drawn} prompts drawn, of {data['prompts']} in each of {data['episodes']} episodes; "
-            f"{data['skipped_overlong']} are too long and are never drawn",
+            f"the ledger does not hold, {len(self.faults)} faults: {look}" if self.faults else "the ledger holds",
+            f"{self.drawn} prompts drawn, of {size} in each of {episodes} episodes; {skipped} too long, never drawn",
             ", ".join(f"{reason} {self.counts[reason]}" for reason in REASONS),
             f"episodes proved to be all prompts of the data, each once: {self.proved}",
             *([f"from step {self.since} on: an earlier release made the steps before"] if self.since else []),
-            ended if self.end else open_end + _some(": ", sorted(self.waiting)),
+            f"the run ended after step {self.step}: {self.end}" if self.end else open_end,
         ]
 
     def _read(self, line: Record, where: str) -> None:
@@ -93,7 +94,7 @@ class Audit:
             self._start(check(line, where, _START), where)
         elif not self._data or step != self.step + ("step" in line):
             raise InputError(f"{where}: step {step} follows step {self.step}; lines are missing or there twice")
-        entries = [(number, of, f"{reason} at step {step}") for reason in REASONS for number, of in line.get(reason, ())]
+        entries = [(n, of, f"{reason} at step {step}") for reason in REASONS for n, of in line.get(reason, ())]
         if line["drawn"] - self.drawn not in range(len(entries) + len(line["waiting"]) + _MOST_LOST):
             raise InputError(f"{where}: {line['drawn']} prompts cannot be drawn, after {self.drawn} before")
         self.waiting.update(range(self.drawn, line["drawn"]))
@@ -108,12 +109,12 @@ class Audit:
         self.waiting, self.drawn, self.step, self.end = set(line["waiting"]), line["drawn"], step, line.get("why")
 
     def _start(self, line: Record, where: str) -> None:
-        step, data = line["step"], ("prompts", "episode")
+        step = line["step"]
         if step < self.step:
             raise InputError(f"{where}: a start at step {step} follows step {self.step}")
         if not self._data or step > self.step:  # a release without a ledger made the steps before
             self.since, self.waiting, self.drawn = step, set(line["waiting"]), line["drawn"]
-        elif any(line[key] != self._data[key] for key in data):
+        elif any(line[key] != self._data[key] for key in ("prompts", "episode")):
             self.faults.append(f"the run went on from step {step} with other data")
         self._data, self._starts[line["drawn"]] = line, step
 
@@ -134,18 +135,19 @@ class Audit:
         for first in range(0, self.drawn, size):
             numbers = range(first, min(first + size, self.drawn))
             found = {number: done[number][0] for number in numbers if number in done}
-            is_last = self.end == USED_UP and first < due
-            is_over = len(found) == len(numbers) and (len(numbers) == size or is_last)
-            if is_over and hash_of(found.values()) == self._data["episode"]:
+            is_over = len(numbers) == size or (self.end == USED_UP and first < due)
+            if len(found) < len(numbers) or not is_over:
+                continue  # some wait, or are of an earlier release
+            if hash_of(found.values()) == self._data["episode"]:
                 self.proved += 1
-            elif is_over:
-                times = Counter(found.values())
-                starts = [step for drawn, step in self._starts.items() if first < drawn <= first + size]
-                self.faults.append(
-                    f"prompts {first} to {numbers[-1]} are not those of the data, each once: the loader "
-                    f"went on at another place{_some(', resumed from step ', starts)}"
-                    f"{_some('; twice there: ', [number for number, of in found.items() if times[of] > 1])}"
-                )
+                continue
+            times = Counter(found.values())
+            starts = [step for drawn, step in self._starts.items() if first < drawn <= first + size]
+            self.faults.append(
+                f"prompts {first} to {numbers[-1]} are not those of the data, each once: the loader went on at another "
+                f"place{_some(', resumed from step ', starts)}"
+                f"{_some('; twice there: ', [number for number in numbers if times[found[number]] > 1])}"
+            )
         if self.end == USED_UP and self.drawn != max(due, *self._starts):  # who goes on with fewer may be beyond them
             self.faults.append(f"the prompts were used up after {self.drawn}, and {due} were due")
 

@@ -19,7 +19,7 @@ from openrlhf_ext.driver.job import begin_ledger
 from openrlhf_ext.driver.rollouts import Group, PromptStream, Rollouts
 from openrlhf_ext.rollout.response import Response
 from openrlhf_ext.run.ledger import TIME_IS_UP, USED_UP, Audit
-from tests.driver.simulated import Loader, Requests, options
+from tests.driver.simulated import Loader, Requests
 from tests.driver.test_loop import Ready, World
 
 PROMPTS = 11
@@ -30,7 +30,7 @@ class Killed(BaseException):
 
 
 class Unsteady(Requests):
-    """Groups finish in any order; of the prompts' texts ``1``, ``4``, ... are filtered, of ``5`` nothing was written."""
+    """Groups finish in any order; those of the prompts 1, 4, ... are filtered, of 5 the policy wrote nothing."""
 
     def __init__(self, life: Life) -> None:
         super().__init__(score=lambda text: 1.0 if int(text) % 3 == 1 else 0.5)
@@ -48,9 +48,9 @@ class Unsteady(Requests):
 
 
 class Life:
-    """A run through all of its attempts. ``trained``: numbers by step, as the policy got them; ``kills`` says after how
-    many events an attempt ends; ``spoil`` changes the first checkpoint that has something of everything, and the attempt
-    ends there."""
+    """A run through all of its attempts. ``trained``: numbers by step, as the policy got them; ``kills`` says after
+    how many events an attempt ends; ``spoil`` changes the first checkpoint that has something of everything, and the
+    attempt ends there."""
 
     def __init__(self, folder: Path, seed: int, kills: list[int], episodes: int = 2, **train: Any) -> None:
         self.folder, self.chance, self.kills, self.train = folder, random.Random(seed), kills, train
@@ -112,7 +112,8 @@ class Attempt(World):
         step = self.loop.step
         life.trained = {made: numbers for made, numbers in life.trained.items() if made <= step}
         self.version = self.requests.version = max(0, step - 1)
-        begin_ledger(self.loop.config, SimpleNamespace(prompts=PromptData(Texts(Loader(PROMPTS)), 0, range(PROMPTS))), self.loop)
+        prompts = PromptData(Texts(Loader(PROMPTS)), 0, range(PROMPTS))
+        begin_ledger(self.loop.config, SimpleNamespace(prompts=prompts), self.loop)
 
     def make(self, groups: list[Group], *given: Any, **named: Any) -> Any:
         self.life.trained[self.loop.step + 1] = [group.prompt.number for group in groups]
@@ -206,7 +207,7 @@ def count_one_more(state: dict) -> None:
 MUTATIONS = [
     (lose_a_finished, r"prompt \d+ is lost resuming from step \d"),
     (lose_one_in_flight, r"prompt \d+ is lost resuming from step \d"),
-    (double_a_finished, r"prompt (\d+) waits resuming from step \d, 2 times(.|\n)*prompt \1 is trained at step \d+, and was"),
+    (double_a_finished, r"prompt (\d+) waits resuming from step \d, 2 times(.|\n)*\1 is trained at step \d+, and was"),
     (one_prompt_too_far, r"are not those of the data, each once: .* resumed from step \d"),
     (one_prompt_too_early, r"are not those of the data, each once: .* resumed from step \d; twice there: \d+, \d+"),
     (forget_a_reason, r"prompt \d+ is lost resuming from step \d: neither trained, nor given up, nor waiting"),
@@ -225,7 +226,7 @@ def test_a_checkpoint_that_lost_doubled_or_forgot_something_is_found(tmp_path: P
     assert re.search(said, "\n".join(audit.faults)), audit.faults
 
 
-def test_what_was_drawn_and_not_trained_when_the_time_was_up_is_named_and_a_resumed_run_trains_it(tmp_path: Path) -> None:
+def test_what_was_not_trained_when_the_time_was_up_is_named_and_a_resumed_run_trains_it(tmp_path: Path) -> None:
     life = Life(tmp_path, 5, [], max_staleness=3, late_groups="train")
     life.spoil = lambda state: None
     with pytest.raises(Killed):
