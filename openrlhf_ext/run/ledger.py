@@ -89,7 +89,8 @@ class Audit:
         ]
 
     def _read(self, line: Record, where: str) -> None:
-        step, starts = line.get("step", line.get("end")), "prompts" in line
+        step: int = line["step"] if "step" in line else line.get("end", -1)
+        starts = "prompts" in line
         if starts:
             self._start(check(line, where, _START), where)
         elif not self._data or step != self.step + ("step" in line):
@@ -130,13 +131,15 @@ class Audit:
         return self._settled[number][1] if number in self._settled else here
 
     def _check_episodes(self) -> None:
-        size, done = self._data["prompts"], self._settled
+        size, episodes = self._data["prompts"], dict[int, dict[int, str]]()  # by its first number
+        for number, (of, _) in sorted(self._settled.items()):
+            if number < self.drawn:
+                episodes.setdefault(number - number % size, {})[number] = of
         due = size * self._data["episodes"]
-        for first in range(0, self.drawn, size):
-            numbers = range(first, min(first + size, self.drawn))
-            found = {number: done[number][0] for number in numbers if number in done}
-            is_over = len(numbers) == size or (self.end == USED_UP and first < due)
-            if len(found) < len(numbers) or not is_over:
+        for first, found in episodes.items():
+            last = min(first + size, self.drawn) - 1
+            is_over = last == first + size - 1 or (self.end == USED_UP and first < due)
+            if len(found) <= last - first or not is_over:
                 continue  # some wait, or are of an earlier release
             if hash_of(found.values()) == self._data["episode"]:
                 self.proved += 1
@@ -144,9 +147,9 @@ class Audit:
             times = Counter(found.values())
             starts = [step for drawn, step in self._starts.items() if first < drawn <= first + size]
             self.faults.append(
-                f"prompts {first} to {numbers[-1]} are not those of the data, each once: the loader went on at another "
+                f"prompts {first} to {last} are not those of the data, each once: the loader went on at another "
                 f"place{_some(', resumed from step ', starts)}"
-                f"{_some('; twice there: ', [number for number in numbers if times[found[number]] > 1])}"
+                f"{_some('; twice there: ', [number for number, of in found.items() if times[of] > 1])}"
             )
         if self.end == USED_UP and self.drawn != max(due, *self._starts):  # who goes on with fewer may be beyond them
             self.faults.append(f"the prompts were used up after {self.drawn}, and {due} were due")
