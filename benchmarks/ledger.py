@@ -62,13 +62,13 @@ PROMPTS, EPISODES, BATCH, SAMPLES = 30, 2, 4, 2
 FILTERED = 5  # of so many prompts one is filtered
 KINDS = [(staleness, late) for staleness in (0, 1, 2, 4) for late in ("train", "drop")]
 _ATTEMPT_S, _MOST_ATTEMPTS = 180.0, 200
-# one completion in seven takes its time: groups are late, and in flight when a checkpoint is written
+# one prompt in seven takes its time: its group is late, and in flight when a checkpoint is written
 REWARD = f"""
 import time
 
 def reward_func(queries, prompts, labels, **kwargs):
     number = int(prompts[0].split()[0])
-    time.sleep(0.3 * (number % 7 == 3))
+    time.sleep(STRAGGLER_S * (number % 7 == 3))
     return {{"rewards": len(queries[0]) % 3 / 2, "scores": 1.0 if number % {FILTERED} == 2 else 0.5}}
 """
 OPTIONS = {
@@ -87,6 +87,7 @@ class Result:
     seed: int
     staleness: int
     late_groups: str
+    straggler_s: float
     kills: int
     steps: int
     counts: dict[str, int]
@@ -134,9 +135,9 @@ def attempt(carried: bytes, address: str, config: RunConfig, untrained: str, tol
 class Runs:
     """One set of Ray actors, and the runs that are made with them."""
 
-    def __init__(self, task: Task, parts: job.Parts, within: float) -> None:
+    def __init__(self, task: Task, parts: job.Parts, within: float, straggler_s: float) -> None:
         """An attempt is killed after ``within`` times what it took to begin and what a step takes, at most."""
-        self.task, self.within = task, within
+        self.task, self.within, self.straggler_s = task, within, straggler_s
         self.carried = ray.cloudpickle.dumps((
             parts.policy, list(parts.supervisor.engines), parts.auxiliary, parts.strategy, parts.tokenizer,
             parts.prompts, parts.held_out,
@@ -167,7 +168,8 @@ class Runs:
             for path in (folder, Path(config.ckpt.path)):
                 shutil.rmtree(path)
         counts = {reason: count for reason, count in audit.counts.items() if count}
-        return Result(seed, staleness, late, kills, audit.step, counts, time.monotonic() - started, faults)
+        seconds = time.monotonic() - started
+        return Result(seed, staleness, late, self.straggler_s, kills, audit.step, counts, seconds, faults)
 
     def _ends(self, config: RunConfig, after: float, log: Path) -> bool:
         """One attempt; whether it ended before it was to be killed. Raises RuntimeError: it failed."""
@@ -222,15 +224,16 @@ def judged(folder: Path, config: RunConfig, late: str) -> tuple[Audit, list[str]
     return audit, faults
 
 
-def runs_with_kills(folder: Path, within: float, seeds: Iterator[int]) -> Iterator[Result]:
+def runs_with_kills(folder: Path, within: float, straggler_s: float, seeds: Iterator[int]) -> Iterator[Result]:
     """The run of each seed; FOLDER keeps policy and data."""
-    task = Task(folder) if (folder / "policy").exists() else Task.make(folder, prompts=PROMPTS, reward=REWARD)
+    task = Task(folder) if (folder / "policy").exists() else Task.make(folder, prompts=PROMPTS)
+    (folder / "reward.py").write_text(REWARD.replace("STRAGGLER_S", str(straggler_s)))
     held_out = [{"question": f"{i} - 1 = ", "answer": ""} for i in (100, 101)]
     (folder / "held_out.jsonl").write_text("".join(json.dumps(record) + "\n" for record in held_out))
     base = config_of(task, "base", train__max_staleness=1)
     with RaySession(policy_ranks=1, engines=1, env=settings.worker_env(base), verbose=False) as session:
         shutil.rmtree(folder / "untrained", ignore_errors=True)
-        runs = Runs(task, job.build_parts(base, session, EventLog()), within)
+        runs = Runs(task, job.build_parts(base, session, EventLog()), within, straggler_s)
         for seed in seeds:
             for left in (folder / f"run{seed}", folder / f"run{seed}_ckpt"):  # the command was stopped in it
                 shutil.rmtree(left, ignore_errors=True)
@@ -243,6 +246,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=1000, help="as many at least")
     about = "an attempt is killed after so many times the seconds of its beginning and of a step, at most"
     parser.add_argument("--within", type=float, default=3.0, help=about)
+    parser.add_argument("--straggler", type=float, default=0.3, help="seconds that the graders need for some prompts")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no run begins later")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
@@ -255,7 +259,7 @@ def main() -> int:
             parser.error(f"{args.output} has other settings: {found['settings']}")
     until, first = time.monotonic() + args.seconds, len(found["runs"])
     seeds = iter(range(first, 10**9))
-    for result in runs_with_kills(args.folder, args.within, seeds):
+    for result in runs_with_kills(args.folder, args.within, args.straggler, seeds):
         found["runs"].append(asdict(result))
         kills, held = sum(run["kills"] for run in found["runs"]), sum(not run["faults"] for run in found["runs"])
         found |= {"kills": kills, "held": held, "failed": len(found["runs"]) - held}
