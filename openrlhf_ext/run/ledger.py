@@ -77,6 +77,7 @@ class Audit:
         """What it comes to, in words; the verdict first."""
         look = "look at events.jsonl and the log around their steps (resumes, replaced engines, dropped groups)"
         size, episodes, skipped = (self._data[key] for key in ("prompts", "episodes", "skipped_overlong"))
+        since = f"from step {self.since} on: another run folder or an earlier release has the steps before"
         waits = f"{len(self.waiting)} prompts{_some(', numbers ', sorted(self.waiting))}"
         open_end = f"step {self.step}: the run goes on, or did not end in order; not yet accounted for: {waits}"
         return [
@@ -84,7 +85,7 @@ class Audit:
             f"{self.drawn} prompts drawn, of {size} in each of {episodes} episodes; {skipped} too long, never drawn",
             ", ".join(f"{reason} {self.counts[reason]}" for reason in REASONS),
             f"episodes proved to be all prompts of the data, each once: {self.proved}",
-            *([f"from step {self.since} on: an earlier release made the steps before"] if self.since else []),
+            *([since] if self.since else []),
             f"the run ended after step {self.step}: {self.end}" if self.end else open_end,
         ]
 

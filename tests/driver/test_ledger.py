@@ -272,4 +272,4 @@ def test_a_checkpoint_of_an_earlier_release_is_accounted_for_from_its_step_on(tm
     life.path.unlink()
     audit = life.live()
     assert audit.faults == [] and audit.since == step > 0 and audit.end == USED_UP
-    assert f"from step {audit.since} on: an earlier release made the steps before" in audit.lines
+    assert f"from step {audit.since} on: another run folder or an earlier release has the steps before" in audit.lines

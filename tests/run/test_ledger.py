@@ -109,7 +109,7 @@ def test_steps_that_an_earlier_release_made_are_said_and_not_judged(tmp_path: Pa
     lines = good()
     audit = audited(tmp_path, lines[2:])
     assert (audit.faults, audit.since, audit.proved) == ([], 1, 0)
-    assert "from step 1 on: an earlier release made the steps before" in audit.lines
+    assert "from step 1 on: another run folder or an earlier release has the steps before" in audit.lines
     between = {"step": 5, **START, "drawn": 4, "waiting": [2]}  # and those between two parts of a run
     assert audited(tmp_path, [*lines[:4], between, lines[4] | {"end": 5}]).since == 5
 
