@@ -252,11 +252,12 @@ def main() -> int:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     given = {"prompts": PROMPTS, "episodes": EPISODES, "batch": BATCH, "samples": SAMPLES, "within": args.within}
-    found: dict[str, Any] = {"environment": environment("ray", "torch"), "settings": given, "runs": []}
+    found: dict[str, Any] = {"settings": given, "environments": [], "runs": []}
     if args.output.exists():
         found = json.loads(args.output.read_text())
         if found["settings"] != given:
             parser.error(f"{args.output} has other settings: {found['settings']}")
+    found["environments"].append({"from_seed": len(found["runs"]), **environment("ray", "torch")})  # of each command
     until, first = time.monotonic() + args.seconds, len(found["runs"])
     seeds = iter(range(first, 10**9))
     for result in runs_with_kills(args.folder, args.within, args.straggler, seeds):
