@@ -56,6 +56,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     ),
     "graders_cpu.json": tuple(f"openrlhf_ext/rewards/{name}.py" for name in ("answers", "maths", "pool", "worker")),
     "head_cpu.json": ("openrlhf_ext/head",),
+    "ledger_cpu.json": ("openrlhf_ext/run/ledger.py", "openrlhf_ext/driver/rollouts.py"),
     "lengths_cpu.json": ("openrlhf_ext/driver/rollouts.py",),
     "plan_cpu.json": ("openrlhf_ext/tools/plan", "benchmarks/published_steps.json"),
     "probe_cpu.json": (

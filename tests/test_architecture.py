@@ -96,6 +96,7 @@ RULES = {
             "reporting",
             "rewards",
             "rollout.response",
+            "run.ledger",
             "stores",
         },
         {"ray", "vllm", "openrlhf", "deepspeed"},

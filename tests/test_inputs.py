@@ -212,7 +212,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "model/config.json": lambda path: read_model_shape(path.parent),
     **dict.fromkeys(["model/tokenizer.json", "model/tokenizer_config.json"], read_tokenizer),
     **dict.fromkeys(["model/model.safetensors", "sharded/model.safetensors.index.json"], read_weights),
-    **dict.fromkeys(["run/metrics.jsonl", "run/events.jsonl", "sampled/samples.jsonl"], read_run),
+    **dict.fromkeys(["run/metrics.jsonl", "run/events.jsonl", "run/ledger.jsonl", "sampled/samples.jsonl"], read_run),
     "rollouts.jsonl": read_rollouts,
     "data.jsonl as problems": load_problems,
     "aime.jsonl": lambda path: load_benchmark("aime24", path),
@@ -222,7 +222,8 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "best.json": lambda path: CheckpointStore(path.parent, 3).best(),
     "out/.complete/files.json": finish_export,
 }
-LEFT_OUT = {"run/events.jsonl", "sampled/samples.jsonl", "best.json"}  # what is wrong with these is said, and no more
+# what is wrong with these is said, and no more
+LEFT_OUT = {"run/events.jsonl", "run/ledger.jsonl", "sampled/samples.jsonl", "best.json"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -282,7 +283,7 @@ THROUGH: list[tuple[Callable[[Path], int], list[str]]] = [
     (evaluation, ["aime.jsonl", "before.json", "model/config.json", "model/tokenizer_config.json"]),
     (saved, ["saved.jsonl"]),
     (conversion, ["sharded/config.json", "sharded/model.safetensors.index.json"]),
-    (page, ["run/metrics.jsonl", "run/events.jsonl"]),
+    (page, ["run/metrics.jsonl", "run/events.jsonl", "run/ledger.jsonl"]),
 ]
 
 

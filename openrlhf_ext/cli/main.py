@@ -23,6 +23,7 @@ _COMMANDS = {
     "train_sft": ("train_sft", "supervised fine-tuning, without Ray: --config FILE.yaml, --dry_run"),
     "plan": ("plan", "layouts of a run that fit on so many GPUs, and their predicted seconds of a step"),
     "evaluate": ("evaluate", "accuracy of a checkpoint on benchmarks or on data of your own"),
+    "ledger": ("ledger", "whether every prompt of a run was trained exactly once, or why it was not"),
     "report": ("report", "one HTML page about one run or several"),
     "explain": ("explain", "what a method does to the tokens of a group of completions"),
     "convert": ("convert", "prove that a Hugging Face checkpoint goes in and out of the policy unchanged"),

@@ -67,6 +67,7 @@ from openrlhf_ext.run.checkpoints import (
     write_hf,
 )
 from openrlhf_ext.run.ending import note_end, report_interruption
+from openrlhf_ext.run.ledger import LEDGER, digest, hash_of, open_ledger
 from openrlhf_ext.run.records import StepRecorder
 
 if TYPE_CHECKING:
@@ -290,6 +291,7 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
     )  # fmt: skip
     if parts.resumed is not None:
         loop.restore(parts.resumed.state, parts.resumed.arrays)
+    begin_ledger(config, parts, loop)
     return loop
 
 
@@ -325,6 +327,17 @@ def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
         parts.prompts.skipped_overlong,
         SampleWriter(path, every, parts.steps, texts, groups, resume_step),
     )
+
+
+def begin_ledger(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
+    """Has the loop write down which prompts it trains; what the data is comes first."""
+    data, path = parts.prompts, Path(required(config.logger.metrics_path, "logger.metrics_path"))
+    loop.ledger = open_ledger(path.with_name(LEDGER), loop.step)
+    loop.ledger.append({
+        "step": loop.step, "prompts": len(data), "episodes": config.train.num_episodes,
+        "skipped_overlong": data.skipped_overlong,
+        "episode": hash_of(map(digest, data.dataset.prompts, data.dataset.labels)), **loop.rollouts.place,
+    })  # fmt: skip
 
 
 def requests_of(config: RunConfig, parts: Parts) -> Requests:

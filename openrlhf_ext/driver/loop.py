@@ -30,6 +30,7 @@ from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, groups_from_pl
 from openrlhf_ext.driver.settings import frozen_steps
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.ranks.policy import TrainingShard
+from openrlhf_ext.reporting.lines import JsonLines
 from openrlhf_ext.rollout.response import Response
 from openrlhf_ext.run.checkpoints import Arrays, Checkpointer, State
 from openrlhf_ext.run.records import StepRecorder
@@ -61,6 +62,7 @@ class TrainingLoop:
     checkpointer: Checkpointer | None = None
     guide_supervisor: EngineSupervisor | None = None
     profiler: StepProfiler | None = None
+    ledger: JsonLines | None = None
     guard: Guard = field(default_factory=Guard)
     step: int = 0
     version: int = 0
@@ -182,6 +184,9 @@ class TrainingLoop:
         restarts = sum(supervisor.restarts for supervisor in self._supervisors)
         metrics |= {"engines/restarts": restarts, "prompts/consumed": self.rollouts.prompts.drawn}
         self._record = record = self.recorder.step(self.step, metrics, self._engine_stats())
+        if self.ledger is not None:
+            trained = [group.prompt.entry for group in made.groups]
+            self.ledger.append({"step": self.step, "trained": trained, **self.rollouts.account()})
         if metrics.get("grad_norm") == 0.0 and not self._no_gradient_said:
             self._no_gradient_said = True
             logger.warning(
@@ -247,6 +252,8 @@ class TrainingLoop:
             self._finish_evaluation()
         if self.recorder.last_evaluation != self.step:
             self.evaluate()
+        if self.ledger is not None:
+            self.ledger.append({"end": self.step, **self.rollouts.account(ended=True)})
         if self.profiler is not None and (table := self.profiler.table()):
             logger.info("seconds of the profiled steps by kind of work (traces: profile/):\n%s", table)
 
@@ -276,7 +283,7 @@ class TrainingLoop:
 
     def close_logs(self) -> None:
         """Closes what the run's numbers go to, before its processes end."""
-        for close in (*(sink.close for sink in self.sinks), self.recorder.close):
+        for close in (each.close for each in (*self.sinks, self.recorder, self.ledger) if each is not None):
             try:
                 close()
             except Exception as error:  # what the run ends by is more important, and has perhaps the same reason

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from openrlhf_ext.driver.engines import EngineCall, EngineSupervisor, HangWatch,
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.rewards.grading import RewardFailureLimit
 from openrlhf_ext.rollout.response import GroupRequest, InvalidWeights, Response, Sampling, derived_seed, graded
+from openrlhf_ext.run.ledger import TIME_IS_UP, USED_UP, Entry, digest
 
 _LOOK_S = 1.0
 _TRAINING, _OTHER = 0, 1  # groups of one number have different seeds
@@ -52,6 +53,11 @@ class Prompt:
     text: str
     label: Any
     source: str = "default"
+
+    @property
+    def entry(self) -> Entry:
+        """What the ledger calls it."""
+        return self.number, digest(self.text, self.label)
 
 
 class PromptStream:
@@ -281,6 +287,7 @@ class Rollouts:
         self._in_flight: dict[int, Prompt] = {}
         self._again: list[Prompt] = []  # in flight when the checkpoint was written
         self._finished: list[Group] = []
+        self._given_up: defaultdict[str, list[Entry]] = defaultdict(list)  # since the ledger's last line
         self._others: dict[tuple[str, int], list[Response]] = {}  # of evaluations
         self._awaited: set[tuple[str, int]] = set()
         self._batches_wanted = 0
@@ -327,6 +334,13 @@ class Rollouts:
                 self._collect(min(self._deadline.remaining, _LOOK_S))
         self._batches_wanted = self._max_staleness
 
+    def give_up(self, reason: str, groups: Iterable[Group]) -> None:
+        """These are not trained on: ``dropped`` counts them, and the ledger's next line names their prompts by the
+        reason, one of ``run.ledger.REASONS``."""
+        entries = [group.prompt.entry for group in groups]
+        self.dropped[reason] += len(entries)
+        self._given_up[reason] += entries
+
     def _has_batch(self, version: int) -> bool:
         self._fill()
         if self._config.train.late_groups == "drop":
@@ -348,9 +362,8 @@ class Rollouts:
         return any(number < last for number in self._in_flight)
 
     def _drop_late(self, version: int) -> None:
-        in_time = [group for group in self._finished if not group.is_late(version, self._max_staleness)]
-        self.dropped["late"] += len(self._finished) - len(in_time)
-        self._finished = in_time
+        self.give_up("late", [group for group in self._finished if group.is_late(version, self._max_staleness)])
+        self._finished = [group for group in self._finished if not group.is_late(version, self._max_staleness)]
         self._fill()
 
     def _fill(self) -> None:
@@ -389,10 +402,12 @@ class Rollouts:
                 continue
             group = Group(self._in_flight.pop(key), responses)
             if not all(response.sampled for response in responses):
+                self.give_up("unstarted", [group])
                 self._count_unstarted()
             elif self._is_kept(group):
                 self._finished.append(group)
             else:
+                self.give_up("filtered", [group])
                 self._count_filtered()
         self._fill()
         return tokens
@@ -406,7 +421,6 @@ class Rollouts:
 
     def _count_unstarted(self) -> None:
         """A group with an episode in which the policy wrote nothing has no baseline: another prompt takes its place."""
-        self.dropped["unstarted"] += 1
         self._unstarted_for_batch += 1
         most = self._config.rollout.max_filter_batches * self._batch_size
         if self._unstarted_for_batch > most:
@@ -418,7 +432,6 @@ class Rollouts:
             )
 
     def _count_filtered(self) -> None:
-        self.dropped["filtered"] += 1
         self._filtered_for_batch += 1
         size, most = self._batch_size, self._config.rollout.max_filter_batches
         if size + self._filtered_for_batch > most * size:
@@ -477,9 +490,29 @@ class Rollouts:
             **{f"groups/dropped_{reason}": float(count) for reason, count in self.dropped.items()},
         }
 
+    @property
+    def place(self) -> dict[str, Any]:
+        """Of a line of the ledger: prompts drawn, and the numbers of those that no line has settled yet."""
+        numbers = [*self._in_flight, *(p.number for p in self._again), *(g.prompt.number for g in self._finished)]
+        numbers += [number for entries in self._given_up.values() for number, _ in entries]
+        return {"drawn": self.prompts.drawn, "waiting": sorted(numbers)}
+
+    def account(self, ended: bool = False) -> dict[str, Any]:
+        """Of the ledger's next line: what was given up since the last one, by reason, and the place behind it; if the
+        run has ``ended``, where the others are and why it did."""
+        given_up, self._given_up = self._given_up, defaultdict(list)
+        if not ended:
+            return {**given_up, **self.place}
+        in_flight = [prompt.entry for prompt in (*self._in_flight.values(), *self._again)]
+        queued = [group.prompt.entry for group in self._finished]
+        why = USED_UP if self._exhausted and not in_flight + queued else TIME_IS_UP
+        return {"why": why, **given_up, "in_flight": in_flight, "queued": queued, **self.place, "waiting": []}
+
     def snapshot(self) -> tuple[dict[str, Any], list[Group], list[Prompt]]:
-        """The place in the data and counts; groups that are finished and not taken; prompts in flight."""
-        state = {"prompts": self.prompts.state_dict(), "dropped": dict(self.dropped)}
+        """The place in the data, counts, and what the ledger does not have yet; groups that are finished and not taken;
+        prompts in flight."""
+        given_up = {reason: list(entries) for reason, entries in self._given_up.items()}
+        state = {"prompts": self.prompts.state_dict(), "dropped": dict(self.dropped), "given_up": given_up}
         return state, list(self._finished), [*self._in_flight.values(), *self._again]
 
     def restore(self, state: Mapping[str, Any], finished: Iterable[Group], in_flight: Iterable[Prompt]) -> None:
@@ -487,6 +520,8 @@ class Rollouts:
         replayed none, where they are to be replayed."""
         self.prompts.load_state_dict(state["prompts"])
         self.dropped.update(state["dropped"])
+        for reason, entries in state.get("given_up", {}).items():  # earlier releases had no ledger
+            self._given_up[reason] += entries
         self._finished, self._again = [], list(in_flight)
         for group in finished:
             if self._config.replays_rollout and any(r.experts_at is None for r in group.responses):

@@ -72,6 +72,7 @@ class Loader(list):
         while self._drawn < len(self):
             self._drawn += 1
             yield self[self._drawn - 1]
+        self._drawn = 0  # as torchdata's loader: what was used up begins anew
 
     def state_dict(self) -> dict[str, int]:
         return {"drawn": self._drawn}

@@ -122,6 +122,19 @@ def test_filtered_groups_are_replaced_at_once() -> None:
     assert made.take(2) == []
 
 
+def test_whatever_is_given_up_is_counted_and_named_once() -> None:
+    """By whichever reason: a batch that is passed over, too."""
+    made = rollouts(Requests(at_once=True, score=lambda prompt: float(prompt == "1")), filter_range=(-1.0, 1.0))
+    batch = made.take(0)
+    made.give_up("skipped", batch)
+    assert made.dropped == {"filtered": 1, "late": 0, "unstarted": 0, "skipped": 2}
+    assert made.place == {"drawn": 3, "waiting": [0, 1, 2]}, "until a line has them"
+    named = made.account()
+    assert named["skipped"] == [group.prompt.entry for group in batch]
+    assert [number for number, _ in named["filtered"]] == [1] and named["waiting"] == []
+    assert made.account() == {"drawn": 3, "waiting": []}
+
+
 def test_filtering_that_leaves_nothing_ends_the_run() -> None:
     made = rollouts(Requests(at_once=True), prompts=99, filter_range=(0.6, 1.0), max_filter_batches=3)
     with pytest.raises(FilterExhaustedError, match="used 7 prompts for one batch of 2.*--rollout.max_filter_batches"):

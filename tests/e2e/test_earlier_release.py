@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf_ext.run.ledger import Audit
 from tests.e2e.jobs import ONE_RANK, Job, Task
 
 ARCHIVE = Path(__file__).with_name("run_0_1.tar.xz")
@@ -34,5 +35,7 @@ def test_a_checkpoint_of_release_0_1_resumes(tmp_path: Path) -> None:
     assert "resumed from" in job.text and "global_step2" in job.text
     (third,) = task.metrics("run")
     assert third["step"] == 3 and third["prompts/consumed"] == before[2]["prompts/consumed"]
+    audit = Audit(tmp_path / "run/ledger.jsonl")
+    assert audit.faults == [] and (audit.since, audit.step, audit.counts) == (2, 3, {"trained": 8}), audit.lines
     for name in NEARLY:
         assert third[name] == pytest.approx(before[2][name], rel=1e-3, abs=1e-6), name

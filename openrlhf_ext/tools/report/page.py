@@ -32,6 +32,7 @@ from openrlhf_ext.redaction import redacted
 from openrlhf_ext.reporting import METRICS, Metric, read_metrics
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.reporting.progress import SMOOTHED_FROM, moving_mean, smoothing_window
+from openrlhf_ext.run.ledger import LEDGER, Audit
 from openrlhf_ext.tools.explain.picture import Color, Palette, Quantity, ink_on
 
 Record = dict[str, Any]
@@ -54,7 +55,7 @@ _NUMBERS = {
 @dataclass(frozen=True)
 class Run:
     """One run; ``name``: its folder's, made unique among the runs of a page; ``missing``: what the folder does not hold
-    or what of it cannot be read, as sentences."""
+    or what of it cannot be read, as sentences; ``ledger``: what became of its prompts, likewise."""
 
     name: str
     folder: Path
@@ -62,6 +63,7 @@ class Run:
     events: list[Record] = field(default_factory=list)
     samples: list[Record] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    ledger: list[str] = field(default_factory=list)
 
     @property
     def steps(self) -> list[Record]:
@@ -118,7 +120,19 @@ def _read_run(folder: Path, name: str) -> Run:
     without = "no events, configuration, versions and hardware, and whether it ended is not known"
     events = _optional(folder / "events.jsonl", _EVENT, _FACTS, missing, without)
     samples = _optional(folder / "samples.jsonl", _SAMPLE, _NUMBERS, missing, "no completions")
-    return Run(name, folder, records, redacted(events), samples, missing)  # earlier releases wrote passwords down
+    ledger = _ledger(folder / LEDGER, missing)
+    # earlier releases wrote passwords down
+    return Run(name, folder, records, redacted(events), samples, missing, ledger)
+
+
+def _ledger(path: Path, missing: list[str]) -> list[str]:
+    """What the check says; nothing of runs that have no ledger: supervised ones and those of earlier releases."""
+    try:
+        audit = Audit(path) if path.exists() else None
+    except InputError as error:
+        missing.append(f"{error}: what became of the prompts is not known.")
+        return []
+    return [] if audit is None else [*audit.lines, *audit.faults[:_LISTED_FAULTS]]
 
 
 def _optional(
@@ -151,7 +165,7 @@ BUCKETS = 150
 """Of a curve: the smallest and the largest value of each are drawn."""
 _SAMPLED_TOKENS = 45_000  # of the page; some 25 bytes each
 _COMPLETION_TOKENS = 600
-_LISTED_EVENTS = 300
+_LISTED_EVENTS, _LISTED_FAULTS = 300, 20
 _HEADLINE_STEPS = 3  # at least, where the run has twelve
 _HEADLINES = ("reward/mean", "accuracy/mean", "eval/accuracy", "eval/score_mean", "entropy/mean",
              "response/length_mean", "loss/sft", "eval/loss", "time/step")  # fmt: skip
@@ -193,6 +207,7 @@ def page_data(runs: Sequence[Run], smooth: int | None, now: Callable[[], float])
         "phases": [_phases(run) for run in runs], "ranks": [_ranks(run) for run in runs],
         "events": [_events(run) for run in runs], "options": _options(runs), "facts": _facts(runs),
         "samples": [_samples(run, budget) for run in runs], "profile": [_profile(run) for run in runs],
+        "ledgers": [run.ledger for run in runs],
     }  # fmt: skip
 
 

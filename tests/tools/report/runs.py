@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.reporting import EventLog, MetricsWriter, SampleWriter
+from openrlhf_ext.run.ledger import USED_UP, digest, hash_of, open_ledger
 
 HOSTILE = "</script><img src=x onerror=document.title='taken'>"
 
@@ -33,6 +34,7 @@ def make_run(
                 metrics.write(step, {"eval/accuracy": 0.3 + 0.5 * step / steps, "eval/accuracy_stderr": 0.01})
     if events:
         _events(folder / "events.jsonl", steps, {"algo.advantage.estimator": "dapo"} | (options or {}))
+        _ledger(folder / "ledger.jsonl", steps)
     if samples:
         writer = SampleWriter(folder / "samples.jsonl", None, steps, lambda ids: [_TEXTS[i] for i in ids], 2)
         for step in filter(writer.groups_due, range(1, steps + 1)):
@@ -83,6 +85,20 @@ def _events(path: Path, steps: int, options: dict[str, Any]) -> None:
         seconds = {"GEMM": 3.0, "attention": 1.0, "head": 0.5, "optimizer": 0.5, "communication": 0.25, "idle": 0.75}
         events.note("profile", rank=0, seconds=seconds, wall=6.0, trace="profile/step5_rank0.json.gz", host="node0")
         events.note("end", path="ckpt")
+
+
+def _ledger(path: Path, steps: int) -> None:
+    """Of two prompts a step, of which every fourth is filtered, in one episode."""
+    found = [[number, digest(f"{number}", None)] for number in range(2 * steps)]
+    lines = open_ledger(path, 0)
+    about = {"prompts": 2 * steps, "episodes": 1, "skipped_overlong": 1, "episode": hash_of(of for _, of in found)}
+    lines.append({"step": 0, **about, "drawn": 0, "waiting": []})
+    for step in range(1, steps + 1):
+        first, second = found[2 * step - 2 : 2 * step]
+        parts = {"trained": [first], "filtered": [second]} if step % 2 else {"trained": [first, second]}
+        lines.append({"step": step, **parts, "drawn": 2 * step, "waiting": []})
+    lines.append({"end": steps, "why": USED_UP, "drawn": 2 * steps, "waiting": []})
+    lines.close()
 
 
 _TEXTS = [

@@ -15,6 +15,7 @@ import pytest
 
 from openrlhf_ext.cli.report import main
 from openrlhf_ext.reporting import METRICS, MetricsWriter, read_metrics
+from openrlhf_ext.run.ledger import Audit
 from openrlhf_ext.tools.report.page import _HEADLINES, BUCKETS, page_data, read_runs, thinned, write_page
 from tests.tools.report.browser import CHROMIUM, Browser
 from tests.tools.report.runs import HOSTILE, make_run
@@ -303,6 +304,8 @@ def test_a_run_that_goes_on_and_older_runs(browser, tmp_path, capsys):
                      "new: metrics.jsonl is still empty"):  # fmt: skip
         assert sentence in shown and sentence in told
     assert "end not known" in browser.value("document.querySelector('.runs').innerText")
+    prompts = browser.value("document.querySelector('#prompts').innerText")
+    assert "the ledger holds" in prompts and "trained 60, filtered 20" in prompts
     assert browser.value("document.querySelectorAll('path.smooth').length") == 0, "--smooth 1 draws the values"
     assert browser.messages == []
 
@@ -334,6 +337,29 @@ def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path, capsys):
     (tmp_path / "run/metrics.jsonl").write_text("{}\nbroken\n")
     assert main([str(tmp_path / "run")]) == 2
     assert "metrics.jsonl, line 1: needs step, has no keys" in capsys.readouterr().err
+
+
+def test_what_became_of_the_prompts_is_that_of_the_command(tmp_path):
+    folder = make_run(tmp_path / "run", 4)
+    ledger = folder / "ledger.jsonl"
+
+    def shown() -> tuple[list[str], list[str]]:
+        (run,) = read_runs([folder])
+        return page_data([run], None, now=lambda: 0.0)["ledgers"][0], run.missing
+
+    lines, missing = shown()
+    assert lines == Audit(ledger).lines and lines[0] == "the ledger holds" and not missing
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join(lines).replace('"filtered"', '"forgotten"', 1))
+    assert shown()[0][-2:] == [
+        "the run ended after step 4: the prompts are used up",
+        "prompt 1 is lost at step 1: neither trained, nor given up, nor waiting",
+    ]
+    ledger.write_text("".join(lines[:2] + lines[3:]))
+    said, missing = shown()
+    assert said == [] and "ledger.jsonl, line 3: step 3 follows step 1; lines are missing or there twice" in missing[0]
+    ledger.unlink()
+    assert shown() == ([], []), "a supervised run, or one of an earlier release"
 
 
 def test_a_broken_file_beside_the_metrics_is_said_and_the_rest_is_shown(tmp_path):

@@ -1,0 +1,161 @@
+"""Which prompts a run has trained, and why not the others: ledger.jsonl, a line for each step, and its check.
+
+``{"step": 3, "trained": [[8, "9f86d081884c7d65"], ...], "filtered": [...], "drawn": 20, "waiting": [16, 17]}``: a
+prompt is its number in the order of drawing, over all episodes, with a digest of text and label. ``waiting`` are those
+drawn that no line has settled yet, so what is lost or used twice is found in the line where it happens. The first line,
+and one after each resume, says what the data is: ``episode`` is a hash of all its prompts in any order. The last line
+of a run that ends in order has ``end`` in the place of ``step``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from string import hexdigits
+from typing import Any
+
+from openrlhf_ext.inputs import INTEGER, TEXT, InputError, Kind, check, is_integer, list_of
+from openrlhf_ext.reporting.lines import JsonLines, Record, read_lines, step_of
+
+LEDGER = "ledger.jsonl"
+USED_UP, TIME_IS_UP = "the prompts are used up", "train.max_minutes"
+REASONS = ("trained", "filtered", "late", "unstarted", "skipped", "in_flight", "queued")
+"""Where a prompt ended: ``skipped`` = with a batch that was passed over; the last two = there when the run ended."""
+
+Entry = tuple[int, str]
+"""A prompt's number and digest."""
+_MOST_LOST = 100_000  # in one line; more are damage
+_HASH = Kind("16 hexadecimal digits", lambda v: isinstance(v, str) and len(v) == 16 and not set(v) - set(hexdigits))
+_ENTRY = Kind("[number, digest]", lambda v: isinstance(v, list) and [*map(type, v)] == [int, str] and _HASH.holds(v[1]))
+_COUNT = Kind("a number from 1 on", lambda value: is_integer(value) and value > 0)
+_LINE = {"drawn": INTEGER, "waiting": list_of(INTEGER)}
+_PARTS = {"step": INTEGER, "end": INTEGER, "why": TEXT, **dict.fromkeys(REASONS, list_of(_ENTRY))}
+_START = {"step": INTEGER, "prompts": _COUNT, "episodes": _COUNT, "skipped_overlong": INTEGER, "episode": _HASH}
+
+
+def digest(text: str, label: Any) -> str:
+    """64 bits of a prompt, in hexadecimal; the same for a label that a checkpoint has kept as JSON."""
+    return hashlib.blake2b(json.dumps([text, label], default=repr).encode(), digest_size=8).hexdigest()
+
+
+def hash_of(digests: Iterable[str]) -> str:
+    """Of prompts in any order, each as often as it is there."""
+    return f"{sum(int(each, 16) for each in digests) % 2**64:016x}"
+
+
+def open_ledger(path: Path, resume_step: int) -> JsonLines:
+    """What writes the lines of one run: those after ``resume_step``, and how an earlier part of the run ended, are
+    moved aside; 0 = all are."""
+    return JsonLines(path, lambda line: 0 < resume_step >= step_of(line))
+
+
+class Audit:
+    """What a ledger comes to. ``faults``: prompts that are lost, doubled or unknown, episodes that are not the data;
+    empty = it holds. ``counts``: of prompts by reason; ``waiting``: drawn, and not settled; ``end``: why the run ended,
+    None = it goes on, or did not end in order; ``proved``: episodes that are all prompts of the data, each once;
+    ``since``: the step from which on it accounts. Raises InputError: there is no ledger, or it is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.faults, self.counts, self.waiting = list[str](), Counter[str](), set[int]()
+        self.since = self.step = self.drawn = self.proved = 0
+        self.end: str | None = None
+        self._data = Record()
+        self._settled: dict[int, tuple[str, str]] = {}  # number -> digest, and where
+        self._starts: dict[int, int] = {}  # prompts drawn before -> step
+        for number, line in read_lines(path):
+            where = f"{path}, line {number}"
+            self._read(check(line, where, _LINE, _PARTS), where)
+        if not self._data:
+            raise InputError(f"{path} has no line yet")
+        self._check_episodes()
+
+    @property
+    def lines(self) -> list[str]:
+        """What it comes to, in words; the verdict first."""
+        look = "look at events.jsonl and the log around their steps (resumes, replaced engines, dropped groups)"
+        size, episodes, skipped = (self._data[key] for key in ("prompts", "episodes", "skipped_overlong"))
+        since = f"from step {self.since} on: another run folder or an earlier release has the steps before"
+        waits = f"{len(self.waiting)} prompts{_some(', numbers ', sorted(self.waiting))}"
+        open_end = f"step {self.step}: the run goes on, or did not end in order; not yet accounted for: {waits}"
+        return [
+            f"the ledger does not hold, {len(self.faults)} faults: {look}" if self.faults else "the ledger holds",
+            f"{self.drawn} prompts drawn, of {size} in each of {episodes} episodes; {skipped} too long, never drawn",
+            ", ".join(f"{reason} {self.counts[reason]}" for reason in REASONS),
+            f"episodes proved to be all prompts of the data, each once: {self.proved}",
+            *([since] if self.since else []),
+            f"the run ended after step {self.step}: {self.end}" if self.end else open_end,
+        ]
+
+    def _read(self, line: Record, where: str) -> None:
+        step: int = line["step"] if "step" in line else line.get("end", -1)
+        starts = "prompts" in line
+        if starts:
+            self._start(check(line, where, _START), where)
+        elif not self._data or step != self.step + ("step" in line):
+            raise InputError(f"{where}: step {step} follows step {self.step}; lines are missing or there twice")
+        entries = [(n, of, f"{reason} at step {step}") for reason in REASONS for n, of in line.get(reason, ())]
+        if line["drawn"] - self.drawn not in range(len(entries) + len(line["waiting"]) + _MOST_LOST):
+            raise InputError(f"{where}: {line['drawn']} prompts cannot be drawn, after {self.drawn} before")
+        self.waiting.update(range(self.drawn, line["drawn"]))
+        for number, of, what in entries:
+            self._settle(number, of, what)
+        when = f"{'resuming from' if starts else 'at'} step {step}"
+        lost = sorted(self.waiting - set(line["waiting"]))
+        self.faults += [f"prompt {n} is lost {when}: neither trained, nor given up, nor waiting" for n in lost]
+        for number, times in sorted(Counter(line["waiting"]).items()):
+            if times > 1 or number not in self.waiting:
+                self.faults.append(f"prompt {number} waits {when}, {times} times, and is {self._fate(number)}")
+        self.waiting, self.drawn, self.step, self.end = set(line["waiting"]), line["drawn"], step, line.get("why")
+
+    def _start(self, line: Record, where: str) -> None:
+        step = line["step"]
+        if step < self.step:
+            raise InputError(f"{where}: a start at step {step} follows step {self.step}")
+        if not self._data or step > self.step:  # a release without a ledger made the steps before
+            self.since, self.waiting, self.drawn = step, set(line["waiting"]), line["drawn"]
+        elif any(line[key] != self._data[key] for key in ("prompts", "episode")):
+            self.faults.append(f"the run went on from step {step} with other data")
+        self._data, self._starts[line["drawn"]] = line, step
+
+    def _settle(self, number: int, of: str, what: str) -> None:
+        if number in self._settled or number not in self.waiting:
+            self.faults.append(f"prompt {number} is {what}, and was before {self._fate(number)}")
+        self.waiting.discard(number)
+        self.counts[what.split()[0]] += 1
+        self._settled[number] = of, what
+
+    def _fate(self, number: int) -> str:
+        here = "waiting" if number in self.waiting else "not drawn, or lost, or trained before this ledger"
+        return self._settled[number][1] if number in self._settled else here
+
+    def _check_episodes(self) -> None:
+        size, episodes = self._data["prompts"], dict[int, dict[int, str]]()  # by its first number
+        for number, (of, _) in sorted(self._settled.items()):
+            if number < self.drawn:
+                episodes.setdefault(number - number % size, {})[number] = of
+        due = size * self._data["episodes"]
+        for first, found in episodes.items():
+            last = min(first + size, self.drawn) - 1
+            is_over = last == first + size - 1 or (self.end == USED_UP and first < due)
+            if len(found) <= last - first or not is_over:
+                continue  # some wait, or are of an earlier release
+            if hash_of(found.values()) == self._data["episode"]:
+                self.proved += 1
+                continue
+            times = Counter(found.values())
+            starts = [step for drawn, step in self._starts.items() if first < drawn <= first + size]
+            self.faults.append(
+                f"prompts {first} to {last} are not those of the data, each once: the loader went on at another "
+                f"place{_some(', resumed from step ', starts)}"
+                f"{_some('; twice there: ', [number for number, of in found.items() if times[of] > 1])}"
+            )
+        if self.end == USED_UP and self.drawn != max(due, *self._starts):  # who goes on with fewer may be beyond them
+            self.faults.append(f"the prompts were used up after {self.drawn}, and {due} were due")
+
+
+def _some(before: str, numbers: list[int]) -> str:
+    """The first of them, behind ``before``; nothing if there are none."""
+    return f"{before}{', '.join(map(str, numbers[:20]))}{', ...' * (len(numbers) > 20)}" if numbers else ""
