@@ -67,7 +67,7 @@ from openrlhf_ext.run.checkpoints import (
     write_hf,
 )
 from openrlhf_ext.run.ending import note_end, report_interruption
-from openrlhf_ext.run.ledger import LEDGER, digest, hash_of, open_ledger
+from openrlhf_ext.run.ledger import LEDGER, Repeats, digest, hash_of, open_ledger
 from openrlhf_ext.run.records import StepRecorder
 
 if TYPE_CHECKING:
@@ -332,11 +332,13 @@ def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
 def begin_ledger(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
     """Has the loop write down which prompts it trains; what the data is comes first."""
     data, path = parts.prompts, Path(required(config.logger.metrics_path, "logger.metrics_path"))
+    digests = [*map(digest, data.dataset.prompts, data.dataset.labels)]
     loop.ledger = open_ledger(path.with_name(LEDGER), loop.step)
+    loop.repeats = Repeats(digests, path.with_name(LEDGER))
     loop.ledger.append({
         "step": loop.step, "prompts": len(data), "episodes": config.train.num_episodes,
         "skipped_overlong": data.skipped_overlong,
-        "episode": hash_of(map(digest, data.dataset.prompts, data.dataset.labels)), **loop.rollouts.place,
+        "episode": hash_of(digests), **loop.rollouts.place,
     })  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from openrlhf_ext.ranks.policy import TrainingShard
 from openrlhf_ext.reporting.lines import JsonLines
 from openrlhf_ext.rollout.response import Response
 from openrlhf_ext.run.checkpoints import Arrays, Checkpointer, State
+from openrlhf_ext.run.ledger import Repeats
 from openrlhf_ext.run.records import StepRecorder
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class TrainingLoop:
     guide_supervisor: EngineSupervisor | None = None
     profiler: StepProfiler | None = None
     ledger: JsonLines | None = None
+    repeats: Repeats | None = None
     guard: Guard = field(default_factory=Guard)
     step: int = 0
     version: int = 0
@@ -183,9 +185,13 @@ class TrainingLoop:
         metrics |= {"time/step": now - self._ended, "time/wait_rollouts": self._waited_s}
         restarts = sum(supervisor.restarts for supervisor in self._supervisors)
         metrics |= {"engines/restarts": restarts, "prompts/consumed": self.rollouts.prompts.drawn}
+        trained = [group.prompt.entry for group in made.groups]
+        metrics["prompts/repeated"] = repeated = 0 if self.repeats is None else self.repeats.add(trained)
+        if repeated:
+            text = "step %d trained %d prompts that the episode had before: the data began anew (openrlhf-ext ledger)"
+            logger.error(text, self.step, repeated)
         self._record = record = self.recorder.step(self.step, metrics, self._engine_stats())
         if self.ledger is not None:
-            trained = [group.prompt.entry for group in made.groups]
             self.ledger.append({"step": self.step, "trained": trained, **self.rollouts.account()})
         if metrics.get("grad_norm") == 0.0 and not self._no_gradient_said:
             self._no_gradient_said = True

@@ -145,6 +145,8 @@ METRICS = (
     Metric("mismatch/trained", "nats",
         "first update of the step: the same of the mean product of advantage and log-prob: which advantages the ranks "
         "gave to which tokens"),
+    Metric("prompts/repeated", "prompts",
+        "prompts of the step that were trained in the same episode before, more often than the data have them"),
     Metric("prompts/changed", "fraction",
         "prompts whose completions were sampled from other tokens than the prompt's: cut at `data.max_len`, or an "
         "agent's own"),

@@ -52,6 +52,25 @@ def open_ledger(path: Path, resume_step: int) -> JsonLines:
     return JsonLines(path, lambda line: 0 < resume_step >= step_of(line))
 
 
+class Repeats:
+    """Counts prompts that are trained more often within an episode than the data have them, as where a loader begins
+    anew. ``digests``: of all prompts; ``path``: a ledger whose steps count."""
+
+    def __init__(self, digests: Iterable[str], path: Path) -> None:
+        self._data, self._trained = Counter(digests), Counter[tuple[int, str]]()
+        self._size = sum(self._data.values())
+        for _, line in read_lines(path):
+            self.add(line.get("trained", ()))
+
+    def add(self, entries: Iterable[Entry]) -> int:
+        """How many of these are repeated."""
+        repeated = 0
+        for number, of in entries:
+            self._trained[number // self._size, of] += 1
+            repeated += self._trained[number // self._size, of] > self._data[of]
+        return repeated
+
+
 class Audit:
     """What a ledger comes to. ``faults``: prompts that are lost, doubled or unknown, episodes that are not the data;
     empty = it holds. ``counts``: of prompts by reason; ``waiting``: drawn, and not settled; ``end``: why the run ended,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from openrlhf_ext.inputs import InputError
-from openrlhf_ext.run.ledger import USED_UP, Audit, digest, hash_of, open_ledger
+from openrlhf_ext.run.ledger import LEDGER, USED_UP, Audit, Repeats, digest, hash_of, open_ledger
 
 DATA = [digest(f"text {number}", None) for number in range(4)]
 START = {"prompts": 4, "episodes": 1, "skipped_overlong": 2, "episode": hash_of(DATA), "drawn": 0, "waiting": []}
@@ -128,3 +128,13 @@ def test_a_digest_is_that_of_the_label_that_a_checkpoint_has_kept() -> None:
         assert digest("text", json.loads(json.dumps(label))) == digest("text", label)
     assert len({digest("a", "b"), digest("a", "c"), digest("b", "b"), digest("a", None)}) == 4
     assert hash_of([*DATA]) == hash_of(DATA[::-1]) != hash_of([*DATA[:3], DATA[0]])
+
+
+def test_what_an_episode_has_trained_before_is_counted(tmp_path):
+    path = tmp_path / LEDGER
+    lines = [{"step": 1, "trained": [[0, "a"], [1, "b"]]}, {"step": 2, "trained": [[2, "b"]]}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    repeats = Repeats(["a", "b", "b"], path)
+    assert repeats.add([(3, "b"), (4, "a"), (5, "b")]) == 0, "the next episode; the data have b twice"
+    assert Repeats(["a", "b", "b"], path).add([(2, "a")]) == 1, "a loader that began anew"
+    assert repeats.add([(3, "b"), (4, "a")]) == 2
