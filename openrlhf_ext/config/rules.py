@@ -166,6 +166,22 @@ def colocation(config: RunConfig) -> Iterator[Violation]:
                 f"train.colocate_all, whose GPUs the {what} shares: got {ranks} and {config.world_size}")
 
 
+def fewer_engines(config: RunConfig) -> Iterator[Violation]:
+    """Where all engines are needed, none can be done without."""
+    fewest, engines = config.vllm.min_engines, config.vllm.num_engines
+    if fewest is None or fewest >= engines:
+        return
+    asked = f"vllm.min_engines below vllm.num_engines ({fewest} and {engines})"
+    if config.engines_share_gpus:
+        yield Violation(("vllm.min_engines", "train.colocate_all"),
+            f"{asked} needs engines with GPUs of their own: with train.colocate_all a policy rank is on every GPU that "
+            "an engine is lost with; leave one of the two out")
+    if config.guide_samples:
+        yield Violation(("vllm.min_engines", _GUIDE),
+            f"{asked} does not go with a guide that samples: every group needs both kinds of engines, and the guide's "
+            "cannot be fewer; leave vllm.min_engines out")
+
+
 def transport(config: RunConfig) -> Iterator[Violation]:
     options = ("vllm.sync_backend", "train.colocate_all")
     if config.vllm.sync_backend == "nccl" and config.train.full_determinism_enable:
@@ -453,8 +469,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 """Those that ask how models and engines are laid out."""
 RULES: tuple[Rule, ...] = (
-    *LAYOUT_RULES, transport, adapters, batches, groups, lengths, evaluations, streaming, reserved_keys, adaptive_kl,
-    two_names,
+    *LAYOUT_RULES, fewer_engines, transport, adapters, batches, groups, lengths, evaluations, streaming, reserved_keys,
+    adaptive_kl, two_names,
 )  # fmt: skip
 
 

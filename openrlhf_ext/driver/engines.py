@@ -2,13 +2,15 @@
 
 The engine's fault: its actor died, the vLLM engine inside died, a request outlived its deadline, a weight sync names
 it, it does not answer for ``vllm.hang_timeout_s``, or, being a new one, it does not start. Errors of the user's
-reward function or of a policy rank end the run. Everything here happens in the driver's one thread: no two weight
-syncs or replacements meet.
+reward function or of a policy rank end the run. As long as ``vllm.min_engines`` others are left, nobody waits for the
+new one: it starts beside them, whenever Ray has room for it, and a weight sync takes it in. Everything here happens in
+the driver's one thread: no two weight syncs or replacements meet.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.cluster import ask_about
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _END_S = 10.0
 _ASK_AGAIN_S = 1.0
+_START_AGAIN_S = 60.0
+"""Between two starts of one engine that nobody waits for."""
 
 
 class EngineHangs(RuntimeError):
@@ -51,7 +55,8 @@ def is_engine_fault(error: BaseException) -> bool:
     """Whether an error of a call to an engine means that the engine has to be replaced."""
     if isinstance(error, RayTaskError):
         return isinstance(error.cause, EngineDied | GenerationTimeout | RayActorError)
-    return isinstance(error, RayActorError | EngineDied | GenerationTimeout | EngineHangs)
+    # an answer was on the engine's node, and is lost with it
+    return isinstance(error, RayActorError | ObjectLostError | EngineDied | GenerationTimeout | EngineHangs)
 
 
 def engines_at_fault(error: BaseException) -> tuple[int, ...]:
@@ -73,8 +78,8 @@ class EngineCall:
 
 
 class EngineSupervisor:
-    """Replaces engines, at most ``max_restarts`` times; counts these ``restarts``, and ``changes``: weight syncs and
-    replacements."""
+    """Replaces engines; counts these ``restarts``, and ``changes``: weight syncs and replacements that were waited for,
+    of which ``max_restarts`` are allowed. Engines keep their positions; ``there`` are those that work."""
 
     def __init__(
         self,
@@ -97,15 +102,26 @@ class EngineSupervisor:
         self._name, self._events = name, events or EventLog()
         self._processes: dict[int, list[psutil.Process]] = {}
         self._infos: dict[int, dict[str, Any]] = {}
-        self._note_processes(dict(enumerate(engines)))
+        fewest = None if policy is None else config.vllm.min_engines
+        self._fewest = len(engines) if fewest is None else fewest
+        self._present, self._joining, self._joined = list(range(len(engines))), set[int](), 0
+        self._ranks_know = True  # who is present
+        # by position: what a new engine that nobody waits for was asked, and when it was started
+        self._starts: dict[int, tuple[Any, float]] = {}
+        self._note_processes(self.there)
+
+    @property
+    def there(self) -> dict[int, Any]:
+        """The engines that work by their positions, in the order in which the policy's ranks count them."""
+        return {index: self.engines[index] for index in self._present}
 
     # ---- asking -----------------------------------------------------------------------------------------------------
 
     def ask(self, method: str) -> list[Any]:
-        """Call a method that answers quickly on every engine; one that dies or hangs is replaced, and asked anew.
-        Raises EngineLost: and no restart is left."""
-        asked = [self.call(index, method) for index in range(len(self.engines))]
-        return [self._answer(call, method) for call in asked]
+        """Call a method that answers quickly on every engine that works; one that dies or hangs is replaced, and asked
+        anew, or left out. Raises EngineLost: and no restart is left."""
+        asked = [self.call(index, method) for index in self.there]
+        return [answer for call in asked for answer in self._answers(call, method)]
 
     def call(self, index: int, method: str, *arguments: Any, others: int = 0) -> EngineCall:
         """``others``: how many values the method returns besides its answer, for whoever has their references."""
@@ -115,16 +131,18 @@ class EngineSupervisor:
         reference, *more = getattr(engine, method).options(num_returns=1 + others).remote(*arguments)
         return EngineCall(index, engine, reference, self.changes, tuple(more))
 
-    def _answer(self, call: EngineCall, method: str) -> Any:
-        while True:
+    def _answers(self, call: EngineCall, method: str) -> list[Any]:
+        """One, or none of an engine that is lost."""
+        while call.index in self.there:
             try:
-                return ray.get(call.reference, timeout=self.config.vllm.hang_timeout_s)
-            except (GetTimeoutError, RayTaskError, RayActorError) as error:
+                return [ray.get(call.reference, timeout=self.config.vllm.hang_timeout_s)]
+            except (GetTimeoutError, ObjectLostError, RayTaskError, RayActorError) as error:
                 fault = self.silence([call.index]) if isinstance(error, GetTimeoutError) else error
                 if not is_engine_fault(fault):
                     raise
                 self.replace({call.index: call.engine}, fault)
             call = self.call(call.index, method)
+        return []
 
     def silence(self, indexes: Iterable[int]) -> EngineHangs:
         """The fault of engines that do not answer, with the lines of the user's code that one of them is in."""
@@ -144,17 +162,21 @@ class EngineSupervisor:
     # ---- weight sync ------------------------------------------------------------------------------------------------
 
     def repeat_until_sent(self, sync: Callable[[], Any]) -> Any:
-        """Run a weight sync; as long as it blames engines, replace these and run it again."""
+        """Run a weight sync, to new engines too; as long as it blames engines, replace these and run it again."""
         while True:
-            handles = dict(enumerate(self.engines))
+            self._take_in()
+            handles = list(self.there.items())
             try:
-                return sync()
+                sent = sync()
             except Exception as error:
                 faulty = engines_at_fault(error)
                 if not faulty:
                     raise
                 # without weights: the sync that is repeated brings them
-                self.replace({index: handles[index] for index in faulty}, error, with_weights=False)
+                self.replace(dict(handles[place] for place in faulty), error, with_weights=False)
+            else:
+                self._welcome()
+                return sent
             finally:
                 self.changes += 1
 
@@ -162,8 +184,13 @@ class EngineSupervisor:
 
     def replace(self, faulty: dict[int, Any], fault: BaseException, with_weights: bool = True) -> None:
         """Put new engines in the place of ``faulty`` (position -> handle), unless that has been done. Raises
-        EngineLost: no restart is left; caused by ``fault``. With ``max_restarts`` 0 ``fault`` itself is raised."""
-        indexes = to_start = sorted(index for index, handle in faulty.items() if self.engines[index] is handle)
+        EngineLost: no restart is left; caused by ``fault``. With ``max_restarts`` 0 ``fault`` itself is raised. Those
+        that the run can do without are not waited for."""
+        lost = sorted(index for index, handle in faulty.items() if self.there.get(index) is handle)
+        spare = len(self._present) - self._fewest
+        indexes = to_start = lost[spare:]
+        if lost[:spare]:
+            self._do_without(lost[:spare], fault)
         if not to_start:
             return
         # the processes end, new ones start, and the policy may be in the middle of a step
@@ -186,7 +213,7 @@ class EngineSupervisor:
     def _spend(self, indexes: Sequence[int], fault: BaseException) -> None:
         if self.config.vllm.max_restarts == 0:
             raise fault
-        if self.restarts + len(indexes) > self.config.vllm.max_restarts:
+        if self.restarts - self._joined + len(indexes) > self.config.vllm.max_restarts:
             raise EngineLost(
                 f"{self._name}s {list(indexes)} have to be replaced, and all restarts are used up "
                 f"(--vllm.max_restarts {self.config.vllm.max_restarts}): {fault}"
@@ -194,7 +221,7 @@ class EngineSupervisor:
         self.restarts += len(indexes)
         logger.warning(
             "replacing %ss %s (restart %d of at most %d): %s",
-            self._name, list(indexes), self.restarts, self.config.vllm.max_restarts, _one_line(fault),
+            self._name, list(indexes), self.restarts - self._joined, self.config.vllm.max_restarts, _one_line(fault),
         )  # fmt: skip
         self._events.note(
             "engine_replaced", engines=list(indexes), of=self._name, restarts=self.restarts, why=str(fault)
@@ -223,21 +250,102 @@ class EngineSupervisor:
             raise EngineStartError(str(error), [indexes[i] for i in error.engines]) from error
         self._note_processes(dict(zip(indexes, fresh, strict=True)))
         if self._policy is not None:
-            # the policy may be in the middle of a step
-            told = {"engines": list(self.engines), "fresh": list(indexes) if with_weights else []}
-            call_ranks(self._policy, "policy", "replace_engines", self.config.train.step_timeout_s, **told)
+            self._tell_ranks(self._policy, indexes if with_weights else ())
         logger.info("%ss %s are back after %.1f s", self._name, list(indexes), time.monotonic() - start)
 
+    def _tell_ranks(self, policy: RankGroup, fresh: Sequence[int] = ()) -> None:
+        """Which engines there are; those at the positions ``fresh`` get the present weights. Raises EnginesAtFault, by
+        positions."""
+        told = {"engines": list(self.there.values()), "fresh": [self._present.index(index) for index in fresh]}
+        try:
+            # the policy may be in the middle of a step
+            call_ranks(policy, "policy", "replace_engines", self.config.train.step_timeout_s, **told)
+        except RayTaskError as error:
+            if not (faulty := engines_at_fault(error)):
+                raise
+            raise EnginesAtFault(str(error), [self._present[place] for place in faulty]) from error
+        self._ranks_know = True
+
     def _note_processes(self, engines: dict[int, Any]) -> None:
-        """Find out which processes the engines are; those of other machines are left to Ray."""
+        """Find out which processes the engines are."""
         questions = [engine.process_info.remote() for engine in engines.values()]
         for index, info in zip(engines, ray.get(questions, timeout=self.config.vllm.hang_timeout_s), strict=True):
-            self._remember(f"{self._name} {index}", info)
-            self._processes[index], self._infos[index] = [], info
-            if info["machine"] == machine_id():
-                for pid in (info["pid"], *info["children"]):
-                    with suppress(psutil.NoSuchProcess):
-                        self._processes[index].append(psutil.Process(pid))
+            self._note(index, info)
+
+    def _note(self, index: int, info: dict[str, Any]) -> None:
+        """Processes of other machines are left to Ray."""
+        self._remember(f"{self._name} {index}", info)
+        self._processes[index], self._infos[index] = [], info
+        if info["machine"] == machine_id():
+            for pid in (info["pid"], *info["children"]):
+                with suppress(psutil.NoSuchProcess):
+                    self._processes[index].append(psutil.Process(pid))
+
+    # ---- fewer engines, and more again ------------------------------------------------------------------------------
+
+    def _do_without(self, lost: Sequence[int], fault: BaseException) -> None:
+        """The others go on alone, until a weight sync takes new engines in. The ranks hear of it then: now they may be
+        in the middle of a step."""
+        with self._deadline.suspended(_END_S * len(lost), f"ending {self._name}s {list(lost)}"):
+            for index in lost:
+                self._end(index)
+                self._start_beside(index)
+        self._present = [index for index in self._present if index not in lost]
+        self._joining -= set(lost)
+        self._ranks_know = False
+        logger.warning(
+            "%ss %s are lost, %d are left and go on (vllm.min_engines %d): %s",
+            self._name, list(lost), len(self._present), self._fewest, _one_line(fault),
+        )  # fmt: skip
+        self._events.note("engine_lost", engines=list(lost), of=self._name, alive=len(self._present), why=str(fault))
+
+    def _start_beside(self, index: int) -> None:
+        """Starts a new engine that nobody waits for, unless the last one is too young. Ray keeps it until it has room:
+        a node may have to come back."""
+        _, since = self._starts.get(index, (None, -math.inf))
+        asked = None
+        if time.monotonic() - since >= _START_AGAIN_S:
+            asked, since = self.engines.start_anew(index).process_info.remote(), time.monotonic()
+        self._starts[index] = asked, since
+
+    def _arrived(self) -> Iterator[int]:
+        """New engines that are ready; what did not start is started again."""
+        for index in sorted(self._starts.keys() - set(self._present)):
+            asked, since = self._starts[index]
+            if asked is None:
+                self._start_beside(index)
+                continue
+            waited = time.monotonic() - since
+            if not ray.wait([asked], timeout=0)[0] and waited < self.config.vllm.start_timeout_s:
+                continue
+            try:
+                info = ray.get(asked, timeout=0)
+            except RayError as error:
+                said = "%s %d has not started in %.0f s, and is tried again: %s"
+                logger.warning(said, self._name, index, waited, _one_line(error))
+                ray.kill(self.engines[index])
+                self._start_beside(index)
+                continue
+            self._note(index, info)
+            self._starts[index] = None, since
+            yield index
+
+    def _take_in(self) -> None:
+        """Before a weight sync: new engines are there for it, and for nothing else until it has brought the weights."""
+        arrived = [*self._arrived()]
+        self._present, self._joining = sorted([*self._present, *arrived]), self._joining.union(arrived)
+        if self._policy is not None and (arrived or not self._ranks_know):
+            self._tell_ranks(self._policy)
+
+    def _welcome(self) -> None:
+        """After a weight sync, which has proved what the new engines hold."""
+        if not self._joining:
+            return
+        joined, self._joining = sorted(self._joining), set()
+        self.restarts += len(joined)
+        self._joined += len(joined)
+        logger.info("%ss %s are taken in: %d work", self._name, joined, len(self._present))
+        self._events.note("engine_joined", engines=joined, of=self._name, alive=len(self._present))
 
 
 class HangWatch:
@@ -261,8 +369,9 @@ class HangWatch:
             self._changes = self._supervisor.changes
             self._asked.clear()
         silent = {}
-        for index in sorted(busy):
-            engine = self._supervisor.engines[index]
+        for index, engine in self._supervisor.there.items():
+            if index not in busy:
+                continue
             handle, question, since = self._asked.get(index, (None, None, 0.0))
             if handle is not engine:
                 self._asked[index] = (engine, engine.ping.remote(), now)
@@ -317,7 +426,7 @@ class GpuSharing:
         """The engines take back the memory of their weights, not that of their KV caches. Raises EnginesAtFault: an
         engine died or hangs (a weight sync, of which this is part, is repeated without it)."""
         if self._engines_sleep:
-            engines, timeout_s = self._supervisor.engines, self._supervisor.config.vllm.hang_timeout_s
+            engines, timeout_s = [*self._supervisor.there.values()], self._supervisor.config.vllm.hang_timeout_s
             doing = "waking up for new weights"
             EngineCalls.start(engines, "wake_weights", [()] * len(engines), doing, timeout_s).finish()
 

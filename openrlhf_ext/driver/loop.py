@@ -180,7 +180,9 @@ class TrainingLoop:
         now = time.perf_counter()
         metrics |= {"time/step": now - self._ended, "time/wait_rollouts": self._waited_s}
         restarts = sum(supervisor.restarts for supervisor in self._supervisors)
-        metrics |= {"engines/restarts": restarts, "prompts/consumed": self.rollouts.prompts.drawn}
+        alive = sum(len(supervisor.there) for supervisor in self._supervisors)
+        metrics |= {"engines/restarts": restarts, "engines/alive": alive}
+        metrics["prompts/consumed"] = self.rollouts.prompts.drawn
         self._record = record = self.recorder.step(self.step, metrics, self._engine_stats())
         if metrics.get("grad_norm") == 0.0 and not self._no_gradient_said:
             self._no_gradient_said = True

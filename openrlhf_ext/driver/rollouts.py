@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.engines import EngineCall, EngineSupervisor, HangWatch, is_engine_fault
@@ -172,7 +172,7 @@ class GroupRequests:
 
     def _deal(self) -> None:
         while self._backlog:
-            index = min(range(len(self._load)), key=self._load.__getitem__)
+            index = min(self._supervisor.there, key=self._load.__getitem__)
             key, request = self._backlog[0]
             if self._load[index] and self._load[index] + request.samples > self._max_requests:
                 return
@@ -190,7 +190,7 @@ class GroupRequests:
             for place in call.others:
                 responses = [dataclasses.replace(r, experts_at=(place, i)) for i, r in enumerate(responses)]
             return key, responses
-        except (RayTaskError, RayActorError) as error:
+        except (RayTaskError, RayActorError, ObjectLostError) as error:
             if not self._failed_with_sync(call, error):
                 if not is_engine_fault(error):
                     raise

@@ -221,6 +221,8 @@ EVENTS = {
     "checkpoint": "a checkpoint is complete: `of_step`, `path`, `mib`, `seconds`, and `best` if it is the best so far",
     "engine_replaced": "`engines` died or hang and are replaced: `of` (`rollout engine` or `guide engine`), `why`, and "
     "`restarts` so far",
+    "engine_lost": "`engines` died or hang, and the others, `alive` of them, go on (`vllm.min_engines`): `of`, `why`",
+    "engine_joined": "new `engines` have the policy's weights and sample: `of`, and how many are `alive`",
     "groups_dropped": "groups that were not trained in this step: `filtered` by dynamic sampling, too `late`, with an "
     "episode that failed before its first word (`unstarted`)",
     "groups_late": "`count` groups of the step lagged by more than `train.max_staleness`, and were trained",
