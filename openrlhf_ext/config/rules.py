@@ -182,6 +182,15 @@ def fewer_engines(config: RunConfig) -> Iterator[Violation]:
             "cannot be fewer; leave vllm.min_engines out")
 
 
+def rollbacks(config: RunConfig) -> Iterator[Violation]:
+    """There is something to go back to."""
+    ckpt = config.ckpt
+    if config.train.rollback_on and (not ckpt.saves or ckpt.disable_ds):
+        yield Violation(("train.rollback_on", "ckpt.save_steps", "ckpt.disable_ds"),
+            "train.rollback_on goes back to checkpoints of this run, and none are written that it can resume from: set "
+            "ckpt.save_steps without ckpt.disable_ds, or leave train.rollback_on out")
+
+
 def transport(config: RunConfig) -> Iterator[Violation]:
     options = ("vllm.sync_backend", "train.colocate_all")
     if config.vllm.sync_backend == "nccl" and config.train.full_determinism_enable:
@@ -469,8 +478,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 """Those that ask how models and engines are laid out."""
 RULES: tuple[Rule, ...] = (
-    *LAYOUT_RULES, fewer_engines, transport, adapters, batches, groups, lengths, evaluations, streaming, reserved_keys,
-    adaptive_kl, two_names,
+    *LAYOUT_RULES, fewer_engines, rollbacks, transport, adapters, batches, groups, lengths, evaluations, streaming,
+    reserved_keys, adaptive_kl, two_names,
 )  # fmt: skip
 
 

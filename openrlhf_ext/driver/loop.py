@@ -26,6 +26,7 @@ from openrlhf_ext.driver.evaluation import Evaluation, HeldOut, evaluation_metri
 from openrlhf_ext.driver.experience import Experience, ExperienceMaker, sequences_of
 from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepProfiler
 from openrlhf_ext.driver.guard import Guard
+from openrlhf_ext.driver.rollback import SpoiledStep, StepJudge
 from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, groups_from_plain, plain_groups
 from openrlhf_ext.driver.settings import frozen_steps
 from openrlhf_ext.driver.waits import Deadline
@@ -65,6 +66,7 @@ class TrainingLoop:
     step: int = 0
     version: int = 0
     initial_entropy: float | None = None
+    judge: StepJudge = field(init=False)
     _began: float = field(default=0.0, init=False)
     _ended: float = field(default=0.0, init=False)
     _waited_s: float = field(default=0.0, init=False)
@@ -74,18 +76,25 @@ class TrainingLoop:
     # after the last step that this process made
     _finished: tuple[dict[str, Any], list[Group]] | None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        self.judge = StepJudge(self.config)
+
     def run(self) -> None:
         """Trains until the prompts are used up or ``train.max_minutes`` have passed, with an evaluation before the
         first and after the last step."""
         self.begin()
         while not self._time_is_up and (groups := self.take()):
-            with self.profiled():
-                made = self.score_and_shape(groups)
-                self.guard.hold(self.config.ckpt.grace_s)
-                self._finished = None  # what the ranks hold is between two steps from here on
-                trained = self.train(made.shards)
-                synced = self.publish()
-                made = self.complete(made)  # the engines sample already
+            try:
+                with self.profiled():
+                    made = self.score_and_shape(groups)
+                    self.guard.hold(self.config.ckpt.grace_s)
+                    self._finished = None  # what the ranks hold is between two steps from here on
+                    trained = self.judge.judged(lambda shards=made.shards: self.train(shards))
+                    synced = self.publish()
+                    made = self.complete(made)  # the engines sample already
+            except SpoiledStep as spoiled:
+                self.go_back(groups, str(spoiled))
+                continue
             self.record(made, trained | synced)
             self._note_state()
             self.guard.release()
@@ -150,6 +159,29 @@ class TrainingLoop:
         self.step += 1
         self._poll_checkpoint()
         return metrics | {"time/train": time.perf_counter() - started}
+
+    def go_back(self, groups: Sequence[Group], why: str) -> None:
+        """Goes on from the last checkpoint without the prompts of a step that was not accepted. Raises CheckpointError:
+        there is none; RuntimeError: it has been gone back to too often."""
+        spoiled, numbers = self.recorder.events.step, sorted(group.prompt.number for group in groups)
+        logger.error("step %d is not accepted: %s", spoiled, why)
+        assert self.checkpointer is not None, "a rule: train.rollback_on needs checkpoints"
+        self.rollouts.drain()
+        self._finish_evaluation()
+        with self._limit(f"going back from step {spoiled} to the last checkpoint"):
+            self.sharing.make_room_for_policy()
+            resumed = self.checkpointer.go_back(why)
+        self.judge.count(resumed.step)
+        self.rollouts.skip(numbers)
+        self.restore(resumed.state, resumed.arrays)
+        self.recorder.repeat_from(self.step, self.rollouts.dropped)
+        self.publish()
+        self._engine_stats()  # these do not count as the next step's
+        self.recorder.events.step = spoiled
+        self.recorder.events.note("rollback", why=why, to=self.step, prompts=numbers, rollbacks=self.judge.rollbacks)
+        self._note_state()
+        self._ended = time.perf_counter()
+        self.guard.release()
 
     def complete(self, made: Experience) -> Experience:
         """With log-probs and entropies that the training pass computed (``algo.old_logprobs``)."""
@@ -382,6 +414,7 @@ class TrainingLoop:
             "in_flight": [vars(prompt) for prompt in in_flight],
             "experience": self.experience.state_dict(),
             "initial_entropy": self.initial_entropy,
+            "grad_norms": self.judge.norms,
             "last_evaluation": self.recorder.last_evaluation,
             "random_states": {
                 "python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(),
@@ -407,6 +440,7 @@ class TrainingLoop:
         self.rollouts.restore(state["rollouts"], finished, in_flight)
         self.step, self.initial_entropy = state["step"], state["initial_entropy"]
         self.experience.load_state_dict(state["experience"])
+        self.judge.norms = [*state.get("grad_norms", ())]  # earlier releases kept none
         # one that ended beside the next step is in the record, and not in the checkpoint
         self.recorder.last_evaluation = max(self.recorder.last_evaluation, state["last_evaluation"])
         random.setstate(state["random_states"]["python"])

@@ -276,7 +276,8 @@ class Rollouts:
         self.prompts, self.sampling = prompts, sampling_of(config, config.rollout.temperature, config.rollout.top_p)
         self._config, self._batch_size = config, config.rollout.batch_size
         self._max_staleness, self._timeout_s = config.max_staleness, config.rollout.timeout_s
-        self.dropped = Counter(filtered=0, late=0, unstarted=0)
+        self.dropped = Counter(filtered=0, late=0, unstarted=0, skipped=0)
+        self._skip: set[int] = set()  # prompts that spoiled a step, by number
         self._requests, self._deadline, self._with_engines = requests, deadline, with_engines
         self._in_flight: dict[int, Prompt] = {}
         self._again: list[Prompt] = []  # in flight when the checkpoint was written
@@ -361,6 +362,9 @@ class Rollouts:
             if prompt is None:
                 self._exhausted = True
                 return
+            if prompt.number in self._skip:
+                self.dropped["skipped"] += 1
+                continue
             self._in_flight[prompt.number] = prompt
             samples, of_guide = self._config.rollout.n_samples_per_prompt, self._config.guide_samples
             self._requests.ask(
@@ -479,17 +483,25 @@ class Rollouts:
 
     def snapshot(self) -> tuple[dict[str, Any], list[Group], list[Prompt]]:
         """The place in the data and counts; groups that are finished and not taken; prompts in flight."""
-        state = {"prompts": self.prompts.state_dict(), "dropped": dict(self.dropped)}
+        state = {"prompts": self.prompts.state_dict(), "dropped": dict(self.dropped), "skip": sorted(self._skip)}
         return state, list(self._finished), [*self._in_flight.values(), *self._again]
+
+    def skip(self, numbers: Iterable[int]) -> None:
+        """Gives these prompts up: where they are drawn again, or restored, they are dropped."""
+        self._skip.update(numbers)
 
     def restore(self, state: Mapping[str, Any], finished: Iterable[Group], in_flight: Iterable[Prompt]) -> None:
         """Goes on from a snapshot; what was in flight is asked for again, and so is what has no experts, of a run that
         replayed none, where they are to be replayed."""
         self.prompts.load_state_dict(state["prompts"])
         self.dropped.update(state["dropped"])
-        self._finished, self._again = [], list(in_flight)
+        self._skip.update(state.get("skip", ()))  # earlier releases skipped nothing
+        self._finished, self._again, self._exhausted = [], list(in_flight), False
+        self._filtered_for_batch = self._unstarted_for_batch = 0
         for group in finished:
-            if self._config.replays_rollout and any(r.experts_at is None for r in group.responses):
+            if group.prompt.number in self._skip:
+                self.dropped["skipped"] += 1
+            elif self._config.replays_rollout and any(r.experts_at is None for r in group.responses):
                 self._again.append(group.prompt)
             else:
                 self._finished.append(group)

@@ -142,6 +142,11 @@ class Writer:
 
     _lines: JsonLines | None
 
+    def repeat_from(self, step: int) -> None:
+        """Steps after this one are made again: what the file holds of them is moved aside."""
+        if self._lines is not None:
+            self._lines.keep(lambda record: step_of(record) <= step)
+
     def close(self) -> None:
         if self._lines is not None:
             self._lines.close()
@@ -224,8 +229,10 @@ EVENTS = {
     "engine_lost": "`engines` died or hang, and the others, `alive` of them, go on (`vllm.min_engines`): `of`, `why`",
     "engine_joined": "new `engines` have the policy's weights and sample: `of`, and how many are `alive`",
     "groups_dropped": "groups that were not trained in this step: `filtered` by dynamic sampling, too `late`, with an "
-    "episode that failed before its first word (`unstarted`)",
+    "episode that failed before its first word (`unstarted`), `skipped` after a rollback",
     "groups_late": "`count` groups of the step lagged by more than `train.max_staleness`, and were trained",
+    "rollback": "`step` was not accepted, `why`: the run went back to step `to` and leaves `prompts` (their numbers in "
+    "the order of drawing) out; `rollbacks` so far",
     "slow_rank": "policy `rank` on `host` holds the others up: `seconds` of its own, `over_mean` times the mean",
     "profile": "a rank's step was profiled: `rank`, `seconds` by kind, and `trace`, the file on `host`",
     "output_lost": "what the run shows cannot be written any more, to standard output or error: `why`; it goes on",
@@ -238,7 +245,7 @@ EVENTS = {
 }
 """Kinds of events and their facts; docs/report.md shows this table."""
 
-_OF_THE_RUN = {"start", "ready", "resumed", "failure", "restart", "interrupted", "end"}
+_OF_THE_RUN = {"start", "ready", "resumed", "failure", "restart", "rollback", "interrupted", "end"}
 
 
 class EventLog(Writer):

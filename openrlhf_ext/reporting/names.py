@@ -182,6 +182,8 @@ METRICS = (
         "dropped since the start because an agent's episode failed three times before the policy had written a word"),
     Metric("groups/dropped_late", "groups",
         "dropped since the start because they lagged by more than `train.max_staleness` (`train.late_groups drop`)"),
+    Metric("groups/dropped_skipped", "groups",
+        "left out since the start: a step with these prompts was not accepted (`train.rollback_on`)"),
     Metric("groups/trained_late", "groups", "groups of the step that lagged by more than `train.max_staleness`"),
     Metric("time/wait_rollouts", "s", "the policy was idle: training waited for groups; part of `time/step`"),
     Metric("time/idle_engines", "s", "the engines were idle: neither generating nor grading, mean over the engines"),

@@ -34,7 +34,7 @@ class Train(Section):
         "train.async_enable": ("async_queue_size", "partial_rollout_enable"),
         "train.max_staleness | train.async_enable": ("late_groups",),
         "train.enable_ema": ("ema_beta",), "reward.model_name_or_path": ("colocate_critic_reward",),
-        "algo.advantage.estimator=gae": ("colocate_critic_reward",)}
+        "algo.advantage.estimator=gae": ("colocate_critic_reward",), "train.rollback_on": ("spike_factor",)}
 
     colocate_actor_ref: bool = option(False,
         "keep the reference model with the policy's ranks (in their host memory) although ref.num_* is set")
@@ -95,6 +95,12 @@ class Train(Section):
         "begins anew", gt=0)
     max_restarts: Int = added(0, "how many times a failed run is started again, from its last checkpoint in ckpt.path",
         ge=0)
+    rollback_on: tuple[Literal["nan", "spike"], ...] | None = added(None,
+        "steps after which the run goes back to its last checkpoint and leaves their prompts out: nan = the loss or "
+        "the gradient is not finite, spike = train.spike_factor (docs/checkpoints.md); null = the first ends the run, "
+        "the second is trained on")
+    spike_factor: Float = added(10.0,
+        "a step spikes if its gradient's norm before clipping is above so many times the median of the last 20", gt=1)
 
     def violations(self) -> Iterator[Violation]:
         """What the names for streaming ask for is one thing."""
