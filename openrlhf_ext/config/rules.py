@@ -167,28 +167,22 @@ def colocation(config: RunConfig) -> Iterator[Violation]:
 
 
 def fewer_engines(config: RunConfig) -> Iterator[Violation]:
-    """Where all engines are needed, none can be done without."""
     fewest, engines = config.vllm.min_engines, config.vllm.num_engines
-    if fewest is None or fewest >= engines:
-        return
-    asked = f"vllm.min_engines below vllm.num_engines ({fewest} and {engines})"
-    if config.engines_share_gpus:
-        yield Violation(("vllm.min_engines", "train.colocate_all"),
-            f"{asked} needs engines with GPUs of their own: with train.colocate_all a policy rank is on every GPU that "
-            "an engine is lost with; leave one of the two out")
-    if config.guide_samples:
-        yield Violation(("vllm.min_engines", _GUIDE),
-            f"{asked} does not go with a guide that samples: every group needs both kinds of engines, and the guide's "
-            "cannot be fewer; leave vllm.min_engines out")
+    for option, needs_all, why in (
+        ("train.colocate_all", config.engines_share_gpus, "a policy rank would be lost with the GPUs of an engine"),
+        (_GUIDE, config.guide_samples > 0, "every group needs the guide's engines too, which cannot be fewer"),
+    ):
+        if needs_all and fewest is not None and fewest < engines:
+            yield Violation(("vllm.min_engines", option),
+                f"vllm.min_engines must be vllm.num_engines with {option}, {why}: got {fewest} and {engines}; leave "
+                "one of the two out")
 
 
 def rollbacks(config: RunConfig) -> Iterator[Violation]:
-    """There is something to go back to."""
-    ckpt = config.ckpt
-    if config.train.rollback_on and (not ckpt.saves or ckpt.disable_ds):
+    if config.train.rollback_on and (not config.ckpt.saves or config.ckpt.disable_ds):
         yield Violation(("train.rollback_on", "ckpt.save_steps", "ckpt.disable_ds"),
-            "train.rollback_on goes back to checkpoints of this run, and none are written that it can resume from: set "
-            "ckpt.save_steps without ckpt.disable_ds, or leave train.rollback_on out")
+            "train.rollback_on needs checkpoints to resume from: set ckpt.save_steps without ckpt.disable_ds, or leave "
+            "train.rollback_on out")
 
 
 def transport(config: RunConfig) -> Iterator[Violation]:

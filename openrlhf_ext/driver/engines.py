@@ -2,9 +2,9 @@
 
 The engine's fault: its actor died, the vLLM engine inside died, a request outlived its deadline, a weight sync names
 it, it does not answer for ``vllm.hang_timeout_s``, or, being a new one, it does not start. Errors of the user's
-reward function or of a policy rank end the run. As long as ``vllm.min_engines`` others are left, nobody waits for the
-new one: it starts beside them, whenever Ray has room for it, and a weight sync takes it in. Everything here happens in
-the driver's one thread: no two weight syncs or replacements meet.
+reward function or of a policy rank end the run. While ``vllm.min_engines`` others are left, nobody waits for the new
+one, and a weight sync takes it in. Everything here happens in the driver's one thread: no two weight syncs or
+replacements meet.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ logger = logging.getLogger(__name__)
 
 _END_S = 10.0
 _ASK_AGAIN_S = 1.0
-_START_AGAIN_S = 60.0
-"""Between two starts of one engine that nobody waits for."""
+_START_AGAIN_S = 60.0  # after the last start of an engine that nobody waits for
 
 
 class EngineHangs(RuntimeError):
@@ -104,9 +103,8 @@ class EngineSupervisor:
         self._infos: dict[int, dict[str, Any]] = {}
         fewest = None if policy is None else config.vllm.min_engines
         self._fewest = len(engines) if fewest is None else fewest
-        self._present, self._joining, self._joined = list(range(len(engines))), set[int](), 0
-        self._ranks_know = True  # who is present
-        # by position: what a new engine that nobody waits for was asked, and when it was started
+        self._present, self._ranks_know, self._joined = list(range(len(engines))), True, 0
+        # of new engines that nobody waits for, by position: what they were asked, and when they were started
         self._starts: dict[int, tuple[Any, float]] = {}
         self._note_processes(self.there)
 
@@ -168,15 +166,15 @@ class EngineSupervisor:
             handles = list(self.there.items())
             try:
                 sent = sync()
+                for index in [index for index in self._present if index in self._starts]:
+                    self._welcome(index)
+                return sent
             except Exception as error:
                 faulty = engines_at_fault(error)
                 if not faulty:
                     raise
                 # without weights: the sync that is repeated brings them
                 self.replace(dict(handles[place] for place in faulty), error, with_weights=False)
-            else:
-                self._welcome()
-                return sent
             finally:
                 self.changes += 1
 
@@ -189,8 +187,8 @@ class EngineSupervisor:
         lost = sorted(index for index, handle in faulty.items() if self.there.get(index) is handle)
         spare = len(self._present) - self._fewest
         indexes = to_start = lost[spare:]
-        if lost[:spare]:
-            self._do_without(lost[:spare], fault)
+        for index in lost[:spare]:
+            self._do_without(index, fault)
         if not to_start:
             return
         # the processes end, new ones start, and the policy may be in the middle of a step
@@ -205,7 +203,8 @@ class EngineSupervisor:
                     self._bring_up(indexes, with_weights)
                     to_start = []
                 except Exception as error:
-                    to_start, fault = sorted(engines_at_fault(error)), error
+                    places = indexes if isinstance(error, EngineStartError) else self._present
+                    to_start, fault = sorted(places[place] for place in engines_at_fault(error)), error
                     if not to_start:
                         raise
         self.changes += 1
@@ -244,108 +243,80 @@ class EngineSupervisor:
 
         start = time.monotonic()
         fresh = [self.engines[index] for index in indexes]
-        try:
-            wait_until_ready(fresh, self.config.vllm.start_timeout_s, self._name)
-        except EngineStartError as error:
-            raise EngineStartError(str(error), [indexes[i] for i in error.engines]) from error
+        wait_until_ready(fresh, self.config.vllm.start_timeout_s, self._name)
         self._note_processes(dict(zip(indexes, fresh, strict=True)))
-        if self._policy is not None:
-            self._tell_ranks(self._policy, indexes if with_weights else ())
+        self._tell_ranks(indexes if with_weights else ())
         logger.info("%ss %s are back after %.1f s", self._name, list(indexes), time.monotonic() - start)
 
-    def _tell_ranks(self, policy: RankGroup, fresh: Sequence[int] = ()) -> None:
-        """Which engines there are; those at the positions ``fresh`` get the present weights. Raises EnginesAtFault, by
-        positions."""
-        told = {"engines": list(self.there.values()), "fresh": [self._present.index(index) for index in fresh]}
-        try:
+    def _tell_ranks(self, fresh: Sequence[int] = ()) -> None:
+        """Which engines there are, to the policy's ranks; the ``fresh`` ones get the present weights."""
+        if self._policy is not None:
+            told = {"engines": list(self.there.values()), "fresh": [self._present.index(index) for index in fresh]}
             # the policy may be in the middle of a step
-            call_ranks(policy, "policy", "replace_engines", self.config.train.step_timeout_s, **told)
-        except RayTaskError as error:
-            if not (faulty := engines_at_fault(error)):
-                raise
-            raise EnginesAtFault(str(error), [self._present[place] for place in faulty]) from error
+            call_ranks(self._policy, "policy", "replace_engines", self.config.train.step_timeout_s, **told)
         self._ranks_know = True
 
     def _note_processes(self, engines: dict[int, Any]) -> None:
-        """Find out which processes the engines are."""
+        """Find out which processes the engines are; those of other machines are left to Ray."""
         questions = [engine.process_info.remote() for engine in engines.values()]
         for index, info in zip(engines, ray.get(questions, timeout=self.config.vllm.hang_timeout_s), strict=True):
-            self._note(index, info)
-
-    def _note(self, index: int, info: dict[str, Any]) -> None:
-        """Processes of other machines are left to Ray."""
-        self._remember(f"{self._name} {index}", info)
-        self._processes[index], self._infos[index] = [], info
-        if info["machine"] == machine_id():
-            for pid in (info["pid"], *info["children"]):
-                with suppress(psutil.NoSuchProcess):
-                    self._processes[index].append(psutil.Process(pid))
+            self._remember(f"{self._name} {index}", info)
+            self._processes[index], self._infos[index] = [], info
+            if info["machine"] == machine_id():
+                for pid in (info["pid"], *info["children"]):
+                    with suppress(psutil.NoSuchProcess):
+                        self._processes[index].append(psutil.Process(pid))
 
     # ---- fewer engines, and more again ------------------------------------------------------------------------------
 
-    def _do_without(self, lost: Sequence[int], fault: BaseException) -> None:
-        """The others go on alone, until a weight sync takes new engines in. The ranks hear of it then: now they may be
+    def _do_without(self, index: int, fault: BaseException) -> None:
+        """The others go on alone, until a weight sync takes a new engine in. The ranks hear of it then: now they may be
         in the middle of a step."""
-        with self._deadline.suspended(_END_S * len(lost), f"ending {self._name}s {list(lost)}"):
-            for index in lost:
-                self._end(index)
-                self._start_beside(index)
-        self._present = [index for index in self._present if index not in lost]
-        self._joining -= set(lost)
+        self._present.remove(index)
         self._ranks_know = False
-        logger.warning(
-            "%ss %s are lost, %d are left and go on (vllm.min_engines %d): %s",
-            self._name, list(lost), len(self._present), self._fewest, _one_line(fault),
-        )  # fmt: skip
-        self._events.note("engine_lost", engines=list(lost), of=self._name, alive=len(self._present), why=str(fault))
+        with self._deadline.suspended(_END_S, f"ending {self._name} {index}"):
+            self._end(index)
+        self._starts[index] = None, self._starts.get(index, (None, -math.inf))[1]
+        self._has_arrived(index)
+        said = "%s %d is lost, the others go on (%d, vllm.min_engines %d): %s"
+        logger.warning(said, self._name, index, len(self._present), self._fewest, _one_line(fault))
+        self._events.note("engine_lost", engine=index, of=self._name, alive=len(self._present), why=str(fault))
 
-    def _start_beside(self, index: int) -> None:
-        """Starts a new engine that nobody waits for, unless the last one is too young. Ray keeps it until it has room:
-        a node may have to come back."""
-        _, since = self._starts.get(index, (None, -math.inf))
-        asked = None
-        if time.monotonic() - since >= _START_AGAIN_S:
-            asked, since = self.engines.start_anew(index).process_info.remote(), time.monotonic()
-        self._starts[index] = asked, since
-
-    def _arrived(self) -> Iterator[int]:
-        """New engines that are ready; what did not start is started again."""
-        for index in sorted(self._starts.keys() - set(self._present)):
-            asked, since = self._starts[index]
-            if asked is None:
-                self._start_beside(index)
-                continue
-            waited = time.monotonic() - since
-            if not ray.wait([asked], timeout=0)[0] and waited < self.config.vllm.start_timeout_s:
-                continue
-            try:
-                info = ray.get(asked, timeout=0)
-            except RayError as error:
-                said = "%s %d has not started in %.0f s, and is tried again: %s"
-                logger.warning(said, self._name, index, waited, _one_line(error))
-                ray.kill(self.engines[index])
-                self._start_beside(index)
-                continue
-            self._note(index, info)
+    def _has_arrived(self, index: int) -> bool:
+        """Whether a new engine is ready. One that is not started, or did not start, is started, once a minute at most;
+        Ray keeps it until there is room: a node may have to come back."""
+        asked, since = self._starts[index]
+        waited = time.monotonic() - since
+        if asked is None:
+            if waited >= _START_AGAIN_S:
+                self._starts[index] = self.engines.start_anew(index).process_info.remote(), time.monotonic()
+            return False
+        if waited < self.config.vllm.start_timeout_s and not ray.wait([asked], timeout=0)[0]:
+            return False
+        try:
+            ray.get(asked, timeout=0)
+            self._note_processes({index: self.engines[index]})
+            return True
+        except RayError as error:
+            said = "%s %d has not started in %.0f s, and is tried again: %s"
+            logger.warning(said, self._name, index, waited, _one_line(error))
+            ray.kill(self.engines[index])
             self._starts[index] = None, since
-            yield index
+            return False
 
     def _take_in(self) -> None:
         """Before a weight sync: new engines are there for it, and for nothing else until it has brought the weights."""
-        arrived = [*self._arrived()]
-        self._present, self._joining = sorted([*self._present, *arrived]), self._joining.union(arrived)
-        if self._policy is not None and (arrived or not self._ranks_know):
-            self._tell_ranks(self._policy)
+        arrived = [index for index in self._starts if index not in self._present and self._has_arrived(index)]
+        self._present = sorted([*self._present, *arrived])
+        if arrived or not self._ranks_know:
+            self._tell_ranks()
 
-    def _welcome(self) -> None:
-        """After a weight sync, which has proved what the new engines hold."""
-        if not self._joining:
-            return
-        joined, self._joining = sorted(self._joining), set()
-        self.restarts += len(joined)
-        self._joined += len(joined)
-        logger.info("%ss %s are taken in: %d work", self._name, joined, len(self._present))
-        self._events.note("engine_joined", engines=joined, of=self._name, alive=len(self._present))
+    def _welcome(self, index: int) -> None:
+        """After a weight sync, which has proved what the new engine holds."""
+        del self._starts[index]
+        self.restarts, self._joined = self.restarts + 1, self._joined + 1
+        logger.info("%s %d is taken in: %d work", self._name, index, len(self._present))
+        self._events.note("engine_joined", engine=index, of=self._name, alive=len(self._present))
 
 
 class HangWatch:
@@ -369,9 +340,8 @@ class HangWatch:
             self._changes = self._supervisor.changes
             self._asked.clear()
         silent = {}
-        for index, engine in self._supervisor.there.items():
-            if index not in busy:
-                continue
+        for index in sorted(busy & self._supervisor.there.keys()):
+            engine = self._supervisor.engines[index]
             handle, question, since = self._asked.get(index, (None, None, 0.0))
             if handle is not engine:
                 self._asked[index] = (engine, engine.ping.remote(), now)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,9 +25,8 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
 from openrlhf_ext.driver.evaluation import Evaluation, HeldOut, evaluation_metrics, weight_versions
 from openrlhf_ext.driver.experience import Experience, ExperienceMaker, sequences_of
-from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepProfiler
+from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepJudge, StepProfiler
 from openrlhf_ext.driver.guard import Guard
-from openrlhf_ext.driver.rollback import SpoiledStep, StepJudge
 from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, groups_from_plain, plain_groups
 from openrlhf_ext.driver.settings import frozen_steps
 from openrlhf_ext.driver.waits import Deadline
@@ -55,6 +55,7 @@ class TrainingLoop:
     deadline: Deadline
     recorder: StepRecorder
     gauges: StepGauges
+    judge: StepJudge
     held_out: Sequence[HeldOut] = ()
     sinks: Sequence[Any] = ()
     tokenizer: Any = None
@@ -66,7 +67,6 @@ class TrainingLoop:
     step: int = 0
     version: int = 0
     initial_entropy: float | None = None
-    judge: StepJudge = field(init=False)
     _began: float = field(default=0.0, init=False)
     _ended: float = field(default=0.0, init=False)
     _waited_s: float = field(default=0.0, init=False)
@@ -76,26 +76,23 @@ class TrainingLoop:
     # after the last step that this process made
     _finished: tuple[dict[str, Any], list[Group]] | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
-        self.judge = StepJudge(self.config)
-
     def run(self) -> None:
         """Trains until the prompts are used up or ``train.max_minutes`` have passed, with an evaluation before the
         first and after the last step."""
         self.begin()
         while not self._time_is_up and (groups := self.take()):
-            try:
-                with self.profiled():
-                    made = self.score_and_shape(groups)
-                    self.guard.hold(self.config.ckpt.grace_s)
-                    self._finished = None  # what the ranks hold is between two steps from here on
-                    trained = self.judge.judged(lambda shards=made.shards: self.train(shards))
-                    synced = self.publish()
+            with self.profiled():
+                made = self.score_and_shape(groups)
+                self.guard.hold(self.config.ckpt.grace_s)
+                self._finished = None  # what the ranks hold is between two steps from here on
+                trained = self.judge.accepted(partial(self.train, made.shards))
+                if trained is not None:
+                    trained |= self.publish()
                     made = self.complete(made)  # the engines sample already
-            except SpoiledStep as spoiled:
-                self.go_back(groups, str(spoiled))
+            if trained is None:
+                self.go_back(groups, self.judge.why)
                 continue
-            self.record(made, trained | synced)
+            self.record(made, trained)
             self._note_state()
             self.guard.release()
             self.evaluate_and_save()
@@ -161,24 +158,22 @@ class TrainingLoop:
         return metrics | {"time/train": time.perf_counter() - started}
 
     def go_back(self, groups: Sequence[Group], why: str) -> None:
-        """Goes on from the last checkpoint without the prompts of a step that was not accepted. Raises CheckpointError:
-        there is none; RuntimeError: it has been gone back to too often."""
-        spoiled, numbers = self.recorder.events.step, sorted(group.prompt.number for group in groups)
-        logger.error("step %d is not accepted: %s", spoiled, why)
+        """Goes on from the last checkpoint without the prompts of a step that was not accepted."""
         assert self.checkpointer is not None, "a rule: train.rollback_on needs checkpoints"
+        logger.error("step %d is not accepted: %s", self.recorder.events.step, why)
         self.rollouts.drain()
         self._finish_evaluation()
-        with self._limit(f"going back from step {spoiled} to the last checkpoint"):
+        with self._limit("going back to the last checkpoint"):
             self.sharing.make_room_for_policy()
             resumed = self.checkpointer.go_back(why)
         self.judge.count(resumed.step)
-        self.rollouts.skip(numbers)
+        prompts, count = sorted(group.prompt.number for group in groups), self.judge.rollbacks
+        self.recorder.events.note("rollback", why=why, to=resumed.step, prompts=prompts, rollbacks=count)
+        self.rollouts.skip(prompts)
         self.restore(resumed.state, resumed.arrays)
         self.recorder.repeat_from(self.step, self.rollouts.dropped)
         self.publish()
         self._engine_stats()  # these do not count as the next step's
-        self.recorder.events.step = spoiled
-        self.recorder.events.note("rollback", why=why, to=self.step, prompts=numbers, rollbacks=self.judge.rollbacks)
         self._note_state()
         self._ended = time.perf_counter()
         self.guard.release()

@@ -497,7 +497,6 @@ class Rollouts:
         self.dropped.update(state["dropped"])
         self._skip.update(state.get("skip", ()))  # earlier releases skipped nothing
         self._finished, self._again, self._exhausted = [], list(in_flight), False
-        self._filtered_for_batch = self._unstarted_for_batch = 0
         for group in finished:
             if group.prompt.number in self._skip:
                 self.dropped["skipped"] += 1

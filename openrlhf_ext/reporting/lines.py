@@ -145,7 +145,7 @@ class Writer:
     def repeat_from(self, step: int) -> None:
         """Steps after this one are made again: what the file holds of them is moved aside."""
         if self._lines is not None:
-            self._lines.keep(lambda record: step_of(record) <= step)
+            self._lines.keep(lambda record: str(record.get("event")) in _OF_THE_RUN or step_of(record) <= step)
 
     def close(self) -> None:
         if self._lines is not None:
@@ -226,8 +226,8 @@ EVENTS = {
     "checkpoint": "a checkpoint is complete: `of_step`, `path`, `mib`, `seconds`, and `best` if it is the best so far",
     "engine_replaced": "`engines` died or hang and are replaced: `of` (`rollout engine` or `guide engine`), `why`, and "
     "`restarts` so far",
-    "engine_lost": "`engines` died or hang, and the others, `alive` of them, go on (`vllm.min_engines`): `of`, `why`",
-    "engine_joined": "new `engines` have the policy's weights and sample: `of`, and how many are `alive`",
+    "engine_lost": "`engine` died or hangs, and the others, `alive` of them, go on (`vllm.min_engines`): `of`, `why`",
+    "engine_joined": "a new `engine` has the policy's weights and samples: `of`, and how many are `alive`",
     "groups_dropped": "groups that were not trained in this step: `filtered` by dynamic sampling, too `late`, with an "
     "episode that failed before its first word (`unstarted`), `skipped` after a rollback",
     "groups_late": "`count` groups of the step lagged by more than `train.max_staleness`, and were trained",
@@ -271,9 +271,8 @@ class EventLog(Writer):
             self._lines.append({"event": event, "step": self.step, "time": self._now(), **redacted(facts)})
 
     def repeat_from(self, step: int) -> None:
+        super().repeat_from(step)
         self.step = step
-        if self._lines is not None:
-            self._lines.keep(lambda r: str(r.get("event")) in _OF_THE_RUN or step_of(r) <= step)
 
 
 # ---- samples.jsonl, in the form that explain reads ------------------------------------------------------------------

@@ -293,12 +293,9 @@ class Checkpointer:
     def go_back(self, why: str) -> Resumed:
         """Loads the newest checkpoint into the ranks again. Raises CheckpointError: there is none, or as `restore`."""
         self.finish()
-        if not self.store.checkpoints():
+        there = self.store.checkpoints()
+        if not there or (resumed := _restored(self._config, self.groups, self._data, self.timeout_s)) is None:
             raise CheckpointError(f"{why}\nno checkpoint to go back to is in {self.store.folder} yet (ckpt.save_steps)")
-        ckpt = self.ckpt.model_copy(update={"load_enable": True})
-        config = self._config.model_copy(update={"ckpt": ckpt})
-        resumed = restore(config, self.groups, self._data, self.timeout_s, self._events)
-        assert resumed is not None, "there is a checkpoint"
         return resumed
 
     def _announce(self, pending: _Pending, manifest: Manifest) -> None:

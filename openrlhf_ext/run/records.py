@@ -132,7 +132,7 @@ class StepRecorder(Recorder):
 
     def repeat_from(self, step: int, dropped: Mapping[str, int]) -> None:
         """The run has gone back to this step, with so many groups ``dropped`` then: later records are moved aside."""
-        for lines in filter(None, (self.writer, self.samples)):
+        for lines in filter(None, (self.writer, self.samples, self.events)):
             lines.repeat_from(step)
         self.last_evaluation, self._dropped = self._evaluated(), {name: float(dropped[name]) for name in _DROPPED}
 

@@ -22,12 +22,12 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import data, job
 from openrlhf_ext.driver.evaluation import HeldOut
 from openrlhf_ext.driver.experience import Experience
+from openrlhf_ext.driver.gauges import StepJudge
 from openrlhf_ext.driver.loop import TrainingLoop
-from openrlhf_ext.driver.rollback import SpoiledStep, StepJudge
 from openrlhf_ext.driver.rollouts import Group, PromptStream, Rollouts, all_prompts
 from openrlhf_ext.driver.waits import Deadline
+from openrlhf_ext.megatron.step import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.batch import LogprobEntropy
-from openrlhf_ext.megatron.step.faults import NonFiniteUpdateError
 from openrlhf_ext.options.sections import HeldOutSet
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.reporting.lines import read_lines
@@ -86,6 +86,7 @@ class World:
                 repeat_from=lambda step, dropped: self.told.append(f"repeat from {step}, {dropped['skipped']} skipped"),
             ),
             gauges=SimpleNamespace(collect=lambda batch, metrics: {}),
+            judge=StepJudge(config),
             held_out=[held_out()],
             checkpointer=SimpleNamespace(
                 after_step=self.save, finish=lambda: self.told.append("finish"), poll=lambda: None,
@@ -267,14 +268,14 @@ def judge_of(**train: Any) -> StepJudge:
 def test_a_spike_is_above_a_multiple_of_the_median_of_accepted_steps() -> None:
     judge = judge_of(rollback_on=["spike"], spike_factor=2.0)
     for norm in (9.0, 1.0, 0.0, 1.0, 1.0, 50.0, 1.0):  # the first five are not judged; without a gradient there is none
-        judge.judged(lambda norm=norm: {"grad_norm": norm})
-    with pytest.raises(SpoiledStep, match=r"2.1 is above 2 times \(train.spike_factor\) 1, the median of the last 6"):
-        judge.judged(lambda: {"grad_norm": 2.1})
-    assert judge.judged(lambda: {"grad_norm": 2.0}) == {"grad_norm": 2.0} and len(judge.norms) == 7
+        assert judge.accepted(lambda norm=norm: {"grad_norm": norm})
+    assert judge.accepted(lambda: {"grad_norm": 2.1}) is None
+    assert judge.why == "the gradient's norm 2.1 is above 2 (train.spike_factor) times 1, the median of 6 steps"
+    assert judge.accepted(lambda: {"grad_norm": 2.0}) == {"grad_norm": 2.0} and len(judge.norms) == 7
     for _ in range(30):
-        judge.judged(lambda: {"grad_norm": 1.5})
+        assert judge.accepted(lambda: {"grad_norm": 1.5})
     assert len(judge.norms) == 20
-    assert judge_of().judged(lambda: {"grad_norm": 1e9}) and judge.judged(lambda: {"loss/value": 1.0})
+    assert judge_of().accepted(lambda: {"grad_norm": 1e9}) and judge.accepted(lambda: {"loss/value": 1.0})
 
 
 def test_rollbacks_without_a_new_checkpoint_end() -> None:
@@ -282,7 +283,7 @@ def test_rollbacks_without_a_new_checkpoint_end() -> None:
     for step in (4, 4, 4, 6, 6, 6):
         judge.count(step)
     assert judge.rollbacks == 6
-    with pytest.raises(RuntimeError, match="3 rollbacks to the checkpoint of step 6 have led to no new one"):
+    with pytest.raises(RuntimeError, match="would be rollback 4 to step 6 without a new checkpoint"):
         judge.count(6)
 
 
@@ -488,7 +489,7 @@ def half_loop(requests: Requests) -> TrainingLoop:
     others = dict.fromkeys(("policy", "supervisor", "sharing", "gauges"))
     return TrainingLoop(
         config=how, rollouts=Rollouts(stream, requests, how, Deadline()), experience=Maker(), deadline=Deadline(),
-        step=7, initial_entropy=0.61,
+        step=7, initial_entropy=0.61, judge=StepJudge(how),
         recorder=SimpleNamespace(last_evaluation=6), **others,
     )  # fmt: skip
 

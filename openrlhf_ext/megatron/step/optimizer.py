@@ -15,7 +15,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from openrlhf_ext.megatron.layout import ParallelLayout
-from openrlhf_ext.megatron.step.faults import NonFiniteUpdateError
+from openrlhf_ext.megatron.step import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.host_optimizer import HostOptimizer
 from openrlhf_ext.options.sections.models import Actor, Megatron, Optimizer
 

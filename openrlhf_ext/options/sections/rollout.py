@@ -18,9 +18,8 @@ class Vllm(Section):
 
     num_engines: Int = option(1, "vLLM engines; each gets GPUs (CPU: processes) of its own", ge=1, le=2**13)
     min_engines: Int | None = added(None,
-        "engines that are enough: while so many work, one that died or hangs is not waited for; a new one starts when "
-        "there is room for it, and a weight sync takes it in (docs/weight_sync.md)", ge=1,
-        default_text="vllm.num_engines")
+        "engines that are enough: above, one that died or hangs is not waited for, and a new one joins when there is "
+        "room for it (docs/weight_sync.md)", ge=1, default_text="vllm.num_engines")
     tensor_parallel_size: Int = option(1, "GPUs (CPU: processes) per engine", ge=1)
     sync_backend: Literal["auto", "nccl", "cuda_ipc", "gloo"] = option("auto",
         "what carries weights to the engines: gloo through host memory on every device, nccl between GPUs, cuda_ipc "

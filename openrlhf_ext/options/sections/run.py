@@ -96,9 +96,8 @@ class Train(Section):
     max_restarts: Int = added(0, "how many times a failed run is started again, from its last checkpoint in ckpt.path",
         ge=0)
     rollback_on: tuple[Literal["nan", "spike"], ...] | None = added(None,
-        "steps after which the run goes back to its last checkpoint and leaves their prompts out: nan = the loss or "
-        "the gradient is not finite, spike = train.spike_factor (docs/checkpoints.md); null = the first ends the run, "
-        "the second is trained on")
+        "the run goes back to its last checkpoint and leaves the prompts out when a step has: nan = a loss or gradient "
+        "that is not finite, spike = see train.spike_factor (docs/checkpoints.md); null = nan ends the run")
     spike_factor: Float = added(10.0,
         "a step spikes if its gradient's norm before clipping is above so many times the median of the last 20", gt=1)
 
