@@ -517,7 +517,7 @@ def memory_and_timing(config: RunConfig) -> Iterator[str]:
         yield (f"weight_sync.timeout_s {config.weight_sync.timeout_s:g} is not below megatron.collective_timeout_s "
             f"{config.megatron.collective_timeout_s:g}: an engine that hangs in a weight sync is not replaced, because "
             "the policy's ranks give up first")
-    if config.vllm.replaces_engines and config.vllm.hang_timeout_s >= config.rollout.timeout_s:
+    if (config.vllm.max_restarts or config.vllm.min_engines) and config.vllm.hang_timeout_s >= config.rollout.timeout_s:
         yield (f"vllm.hang_timeout_s {config.vllm.hang_timeout_s:g} is not below rollout.timeout_s "
             f"{config.rollout.timeout_s:g}: an engine that hangs while it generates is not replaced, because the batch "
             "is given up first")

@@ -325,12 +325,10 @@ class StepGauges:
 
 
 class StepJudge:
-    """Accepts steps, before the engines get their weights, as ``train.rollback_on`` says; ``why`` the last one was not.
-
-    A step spikes if the norm of the policy's gradient before clipping, mean over its updates, is above
+    """Accepts steps before the engines get their weights (``train.rollback_on``), or says ``why`` not; counts
+    ``rollbacks``. A step spikes if the norm of the policy's gradient before clipping, mean over its updates, is above
     ``train.spike_factor`` times the median of ``norms``: of the last 20 accepted steps that had a gradient, if they are
-    at least five. Checkpoints hold them. Counts ``rollbacks``.
-    """
+    at least five. Checkpoints hold these."""
 
     def __init__(self, config: RunConfig) -> None:
         self.norms: list[float] = []

@@ -157,8 +157,7 @@ METRICS = (
     Metric("engines/restarts", "restarts",
         "rollout engines, a guide's included, replaced since the driver was started: a resumed or restarted run counts "
         "from 0"),
-    Metric("engines/alive", "engines",
-        "rollout engines, a guide's included, that work; fewer than there should be only with vllm.min_engines"),
+    Metric("engines/alive", "engines", "rollout engines, a guide's included, that work: all without vllm.min_engines"),
     Metric("time/generate", "s", "generation of the step's completions, without exposed grading"),
     Metric("time/grade", "s", "grading that generation did not hide; the maximum over the engines"),
     Metric("time/logprob", "s", "old log-probs and entropies (algo.old_logprobs), reference log-probs and values"),

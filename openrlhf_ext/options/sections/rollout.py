@@ -61,10 +61,6 @@ class Vllm(Section):
     hang_timeout_s: Float = added(300,
         "an engine that does not answer for so long, a weight sync apart, counts as hanging, seconds", gt=0)
 
-    @property
-    def replaces_engines(self) -> bool:
-        return self.max_restarts > 0 or (self.min_engines or self.num_engines) < self.num_engines
-
     def violations(self) -> Iterator[Violation]:
         """A step of an engine has at least one token of every sequence; what is not set gives way to what is."""
         if self.min_engines is not None and self.min_engines > self.num_engines:
