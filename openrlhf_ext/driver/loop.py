@@ -418,7 +418,7 @@ class TrainingLoop:
         return state, waiting
 
     def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
-        """Goes on where :meth:`state` was taken; call it before ``run``."""
+        """Goes on where :meth:`state` was taken, before ``run`` or in it; nothing is in flight."""
         in_flight = [Prompt(**prompt) for prompt in state["in_flight"]]
         finished = groups_from_plain(state["finished"], arrays)
         if self.experience.engine_entropies:  # algo.entropies was policy when the others were sampled
