@@ -201,7 +201,7 @@ class Algorithm:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`, in the driver, before the first batch of a run that is resumed."""
+        """Goes on from a `state_dict`, in the driver: as a run is resumed, or goes back to a checkpoint."""
         raise ValueError(f"{type(self).__name__} defines no load_state_dict, and the checkpoint has {', '.join(state)}")
 
     def rollout_level(self, inputs: Inputs) -> LossBatch:

@@ -166,6 +166,25 @@ def colocation(config: RunConfig) -> Iterator[Violation]:
                 f"train.colocate_all, whose GPUs the {what} shares: got {ranks} and {config.world_size}")
 
 
+def fewer_engines(config: RunConfig) -> Iterator[Violation]:
+    fewest, engines = config.vllm.min_engines, config.vllm.num_engines
+    for option, needs_all, why in (
+        ("train.colocate_all", config.engines_share_gpus, "a policy rank would be lost with the GPUs of an engine"),
+        (_GUIDE, config.guide_samples > 0, "every group needs the guide's engines too, which cannot be fewer"),
+    ):
+        if needs_all and fewest is not None and fewest < engines:
+            yield Violation(("vllm.min_engines", option),
+                f"vllm.min_engines must be vllm.num_engines with {option}, {why}: got {fewest} and {engines}; leave "
+                "one of the two out")
+
+
+def rollbacks(config: RunConfig) -> Iterator[Violation]:
+    if config.train.rollback_on and (not config.ckpt.saves or config.ckpt.disable_ds):
+        yield Violation(("train.rollback_on", "ckpt.save_steps", "ckpt.disable_ds"),
+            "train.rollback_on needs checkpoints to resume from: set ckpt.save_steps without ckpt.disable_ds, or leave "
+            "train.rollback_on out")
+
+
 def transport(config: RunConfig) -> Iterator[Violation]:
     options = ("vllm.sync_backend", "train.colocate_all")
     if config.vllm.sync_backend == "nccl" and config.train.full_determinism_enable:
@@ -453,8 +472,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 """Those that ask how models and engines are laid out."""
 RULES: tuple[Rule, ...] = (
-    *LAYOUT_RULES, transport, adapters, batches, groups, lengths, evaluations, streaming, reserved_keys, adaptive_kl,
-    two_names,
+    *LAYOUT_RULES, fewer_engines, rollbacks, transport, adapters, batches, groups, lengths, evaluations, streaming,
+    reserved_keys, adaptive_kl, two_names,
 )  # fmt: skip
 
 
@@ -498,7 +517,7 @@ def memory_and_timing(config: RunConfig) -> Iterator[str]:
         yield (f"weight_sync.timeout_s {config.weight_sync.timeout_s:g} is not below megatron.collective_timeout_s "
             f"{config.megatron.collective_timeout_s:g}: an engine that hangs in a weight sync is not replaced, because "
             "the policy's ranks give up first")
-    if config.vllm.max_restarts and config.vllm.hang_timeout_s >= config.rollout.timeout_s:
+    if (config.vllm.max_restarts or config.vllm.min_engines) and config.vllm.hang_timeout_s >= config.rollout.timeout_s:
         yield (f"vllm.hang_timeout_s {config.vllm.hang_timeout_s:g} is not below rollout.timeout_s "
             f"{config.rollout.timeout_s:g}: an engine that hangs while it generates is not replaced, because the batch "
             "is given up first")

@@ -2,13 +2,15 @@
 
 The engine's fault: its actor died, the vLLM engine inside died, a request outlived its deadline, a weight sync names
 it, it does not answer for ``vllm.hang_timeout_s``, or, being a new one, it does not start. Errors of the user's
-reward function or of a policy rank end the run. Everything here happens in the driver's one thread: no two weight
-syncs or replacements meet.
+reward function or of a policy rank end the run. While ``vllm.min_engines`` others are left, nobody waits for the new
+one, and a weight sync takes it in. Everything here happens in the driver's one thread: no two weight syncs or
+replacements meet.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.cluster import ask_about
@@ -37,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _END_S = 10.0
 _ASK_AGAIN_S = 1.0
+_START_AGAIN_S = 60.0  # after the last start of an engine that nobody waits for
 
 
 class EngineHangs(RuntimeError):
@@ -51,7 +54,8 @@ def is_engine_fault(error: BaseException) -> bool:
     """Whether an error of a call to an engine means that the engine has to be replaced."""
     if isinstance(error, RayTaskError):
         return isinstance(error.cause, EngineDied | GenerationTimeout | RayActorError)
-    return isinstance(error, RayActorError | EngineDied | GenerationTimeout | EngineHangs)
+    # an answer was on the engine's node, and is lost with it
+    return isinstance(error, RayActorError | ObjectLostError | EngineDied | GenerationTimeout | EngineHangs)
 
 
 def engines_at_fault(error: BaseException) -> tuple[int, ...]:
@@ -73,8 +77,8 @@ class EngineCall:
 
 
 class EngineSupervisor:
-    """Replaces engines, at most ``max_restarts`` times; counts these ``restarts``, and ``changes``: weight syncs and
-    replacements."""
+    """Replaces engines; counts these ``restarts``, and ``changes``: weight syncs and replacements that were waited for,
+    of which ``max_restarts`` are allowed. Engines keep their positions; ``there`` are those that work."""
 
     def __init__(
         self,
@@ -97,15 +101,25 @@ class EngineSupervisor:
         self._name, self._events = name, events or EventLog()
         self._processes: dict[int, list[psutil.Process]] = {}
         self._infos: dict[int, dict[str, Any]] = {}
-        self._note_processes(dict(enumerate(engines)))
+        fewest = None if policy is None else config.vllm.min_engines
+        self._fewest = len(engines) if fewest is None else fewest
+        self._present, self._ranks_know, self._joined = list(range(len(engines))), True, 0
+        # of new engines that nobody waits for, by position: what they were asked, and when they were started
+        self._starts: dict[int, tuple[Any, float]] = {}
+        self._note_processes(self.there)
+
+    @property
+    def there(self) -> dict[int, Any]:
+        """The engines that work by their positions, in the order in which the policy's ranks count them."""
+        return {index: self.engines[index] for index in self._present}
 
     # ---- asking -----------------------------------------------------------------------------------------------------
 
     def ask(self, method: str) -> list[Any]:
-        """Call a method that answers quickly on every engine; one that dies or hangs is replaced, and asked anew.
-        Raises EngineLost: and no restart is left."""
-        asked = [self.call(index, method) for index in range(len(self.engines))]
-        return [self._answer(call, method) for call in asked]
+        """Call a method that answers quickly on every engine that works; one that dies or hangs is replaced, and asked
+        anew, or left out. Raises EngineLost: and no restart is left."""
+        asked = [self.call(index, method) for index in self.there]
+        return [answer for call in asked for answer in self._answers(call, method)]
 
     def call(self, index: int, method: str, *arguments: Any, others: int = 0) -> EngineCall:
         """``others``: how many values the method returns besides its answer, for whoever has their references."""
@@ -115,16 +129,18 @@ class EngineSupervisor:
         reference, *more = getattr(engine, method).options(num_returns=1 + others).remote(*arguments)
         return EngineCall(index, engine, reference, self.changes, tuple(more))
 
-    def _answer(self, call: EngineCall, method: str) -> Any:
-        while True:
+    def _answers(self, call: EngineCall, method: str) -> list[Any]:
+        """One, or none of an engine that is lost."""
+        while call.index in self.there:
             try:
-                return ray.get(call.reference, timeout=self.config.vllm.hang_timeout_s)
-            except (GetTimeoutError, RayTaskError, RayActorError) as error:
+                return [ray.get(call.reference, timeout=self.config.vllm.hang_timeout_s)]
+            except (GetTimeoutError, ObjectLostError, RayTaskError, RayActorError) as error:
                 fault = self.silence([call.index]) if isinstance(error, GetTimeoutError) else error
                 if not is_engine_fault(fault):
                     raise
                 self.replace({call.index: call.engine}, fault)
             call = self.call(call.index, method)
+        return []
 
     def silence(self, indexes: Iterable[int]) -> EngineHangs:
         """The fault of engines that do not answer, with the lines of the user's code that one of them is in."""
@@ -144,17 +160,21 @@ class EngineSupervisor:
     # ---- weight sync ------------------------------------------------------------------------------------------------
 
     def repeat_until_sent(self, sync: Callable[[], Any]) -> Any:
-        """Run a weight sync; as long as it blames engines, replace these and run it again."""
+        """Run a weight sync, to new engines too; as long as it blames engines, replace these and run it again."""
         while True:
-            handles = dict(enumerate(self.engines))
+            self._take_in()
+            handles = list(self.there.items())
             try:
-                return sync()
+                sent = sync()
+                for index in [index for index in self._present if index in self._starts]:
+                    self._welcome(index)
+                return sent
             except Exception as error:
                 faulty = engines_at_fault(error)
                 if not faulty:
                     raise
                 # without weights: the sync that is repeated brings them
-                self.replace({index: handles[index] for index in faulty}, error, with_weights=False)
+                self.replace(dict(handles[place] for place in faulty), error, with_weights=False)
             finally:
                 self.changes += 1
 
@@ -162,8 +182,13 @@ class EngineSupervisor:
 
     def replace(self, faulty: dict[int, Any], fault: BaseException, with_weights: bool = True) -> None:
         """Put new engines in the place of ``faulty`` (position -> handle), unless that has been done. Raises
-        EngineLost: no restart is left; caused by ``fault``. With ``max_restarts`` 0 ``fault`` itself is raised."""
-        indexes = to_start = sorted(index for index, handle in faulty.items() if self.engines[index] is handle)
+        EngineLost: no restart is left; caused by ``fault``. With ``max_restarts`` 0 ``fault`` itself is raised. Those
+        that the run can do without are not waited for."""
+        lost = sorted(index for index, handle in faulty.items() if self.there.get(index) is handle)
+        spare = len(self._present) - self._fewest
+        indexes = to_start = lost[spare:]
+        for index in lost[:spare]:
+            self._do_without(index, fault)
         if not to_start:
             return
         # the processes end, new ones start, and the policy may be in the middle of a step
@@ -178,7 +203,8 @@ class EngineSupervisor:
                     self._bring_up(indexes, with_weights)
                     to_start = []
                 except Exception as error:
-                    to_start, fault = sorted(engines_at_fault(error)), error
+                    places = indexes if isinstance(error, EngineStartError) else self._present
+                    to_start, fault = sorted(places[place] for place in engines_at_fault(error)), error
                     if not to_start:
                         raise
         self.changes += 1
@@ -186,7 +212,7 @@ class EngineSupervisor:
     def _spend(self, indexes: Sequence[int], fault: BaseException) -> None:
         if self.config.vllm.max_restarts == 0:
             raise fault
-        if self.restarts + len(indexes) > self.config.vllm.max_restarts:
+        if self.restarts - self._joined + len(indexes) > self.config.vllm.max_restarts:
             raise EngineLost(
                 f"{self._name}s {list(indexes)} have to be replaced, and all restarts are used up "
                 f"(--vllm.max_restarts {self.config.vllm.max_restarts}): {fault}"
@@ -194,7 +220,7 @@ class EngineSupervisor:
         self.restarts += len(indexes)
         logger.warning(
             "replacing %ss %s (restart %d of at most %d): %s",
-            self._name, list(indexes), self.restarts, self.config.vllm.max_restarts, _one_line(fault),
+            self._name, list(indexes), self.restarts - self._joined, self.config.vllm.max_restarts, _one_line(fault),
         )  # fmt: skip
         self._events.note(
             "engine_replaced", engines=list(indexes), of=self._name, restarts=self.restarts, why=str(fault)
@@ -217,16 +243,18 @@ class EngineSupervisor:
 
         start = time.monotonic()
         fresh = [self.engines[index] for index in indexes]
-        try:
-            wait_until_ready(fresh, self.config.vllm.start_timeout_s, self._name)
-        except EngineStartError as error:
-            raise EngineStartError(str(error), [indexes[i] for i in error.engines]) from error
+        wait_until_ready(fresh, self.config.vllm.start_timeout_s, self._name)
         self._note_processes(dict(zip(indexes, fresh, strict=True)))
-        if self._policy is not None:
-            # the policy may be in the middle of a step
-            told = {"engines": list(self.engines), "fresh": list(indexes) if with_weights else []}
-            call_ranks(self._policy, "policy", "replace_engines", self.config.train.step_timeout_s, **told)
+        self._tell_ranks(indexes if with_weights else ())
         logger.info("%ss %s are back after %.1f s", self._name, list(indexes), time.monotonic() - start)
+
+    def _tell_ranks(self, fresh: Sequence[int] = ()) -> None:
+        """Which engines there are, to the policy's ranks; the ``fresh`` ones get the present weights."""
+        if self._policy is not None:
+            told = {"engines": list(self.there.values()), "fresh": [self._present.index(index) for index in fresh]}
+            # the policy may be in the middle of a step
+            call_ranks(self._policy, "policy", "replace_engines", self.config.train.step_timeout_s, **told)
+        self._ranks_know = True
 
     def _note_processes(self, engines: dict[int, Any]) -> None:
         """Find out which processes the engines are; those of other machines are left to Ray."""
@@ -238,6 +266,57 @@ class EngineSupervisor:
                 for pid in (info["pid"], *info["children"]):
                     with suppress(psutil.NoSuchProcess):
                         self._processes[index].append(psutil.Process(pid))
+
+    # ---- fewer engines, and more again ------------------------------------------------------------------------------
+
+    def _do_without(self, index: int, fault: BaseException) -> None:
+        """The others go on alone, until a weight sync takes a new engine in. The ranks hear of it then: now they may be
+        in the middle of a step."""
+        self._present.remove(index)
+        self._ranks_know = False
+        with self._deadline.suspended(_END_S, f"ending {self._name} {index}"):
+            self._end(index)
+        self._starts[index] = None, self._starts.get(index, (None, -math.inf))[1]
+        self._has_arrived(index)
+        said = "%s %d is lost, the others go on (%d, vllm.min_engines %d): %s"
+        logger.warning(said, self._name, index, len(self._present), self._fewest, _one_line(fault))
+        self._events.note("engine_lost", engine=index, of=self._name, alive=len(self._present), why=str(fault))
+
+    def _has_arrived(self, index: int) -> bool:
+        """Whether a new engine is ready. One that is not started, or did not start, is started, once a minute at most;
+        Ray keeps it until there is room: a node may have to come back."""
+        asked, since = self._starts[index]
+        waited = time.monotonic() - since
+        if asked is None:
+            if waited >= _START_AGAIN_S:
+                self._starts[index] = self.engines.start_anew(index).process_info.remote(), time.monotonic()
+            return False
+        if waited < self.config.vllm.start_timeout_s and not ray.wait([asked], timeout=0)[0]:
+            return False
+        try:
+            ray.get(asked, timeout=0)
+            self._note_processes({index: self.engines[index]})
+            return True
+        except RayError as error:
+            said = "%s %d has not started in %.0f s, and is tried again: %s"
+            logger.warning(said, self._name, index, waited, _one_line(error))
+            ray.kill(self.engines[index])
+            self._starts[index] = None, since
+            return False
+
+    def _take_in(self) -> None:
+        """Before a weight sync: new engines are there for it, and for nothing else until it has brought the weights."""
+        arrived = [index for index in self._starts if index not in self._present and self._has_arrived(index)]
+        self._present = sorted([*self._present, *arrived])
+        if arrived or not self._ranks_know:
+            self._tell_ranks()
+
+    def _welcome(self, index: int) -> None:
+        """After a weight sync, which has proved what the new engine holds."""
+        del self._starts[index]
+        self.restarts, self._joined = self.restarts + 1, self._joined + 1
+        logger.info("%s %d is taken in: %d work", self._name, index, len(self._present))
+        self._events.note("engine_joined", engine=index, of=self._name, alive=len(self._present))
 
 
 class HangWatch:
@@ -261,7 +340,7 @@ class HangWatch:
             self._changes = self._supervisor.changes
             self._asked.clear()
         silent = {}
-        for index in sorted(busy):
+        for index in sorted(busy & self._supervisor.there.keys()):
             engine = self._supervisor.engines[index]
             handle, question, since = self._asked.get(index, (None, None, 0.0))
             if handle is not engine:
@@ -317,7 +396,7 @@ class GpuSharing:
         """The engines take back the memory of their weights, not that of their KV caches. Raises EnginesAtFault: an
         engine died or hangs (a weight sync, of which this is part, is repeated without it)."""
         if self._engines_sleep:
-            engines, timeout_s = self._supervisor.engines, self._supervisor.config.vllm.hang_timeout_s
+            engines, timeout_s = [*self._supervisor.there.values()], self._supervisor.config.vllm.hang_timeout_s
             doing = "waking up for new weights"
             EngineCalls.start(engines, "wake_weights", [()] * len(engines), doing, timeout_s).finish()
 

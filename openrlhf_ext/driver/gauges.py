@@ -1,4 +1,4 @@
-"""What is measured of every step; the self-test ``train.drift_check``; profiles of single steps.
+"""What is measured of every step; which are accepted; the self-test ``train.drift_check``; profiles of single steps.
 
 Shape suffixes: N = response tokens of all completions, n = those of a block.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -15,13 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from ray.exceptions import RayTaskError
 from torch import Tensor
 
 from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch, mean_entropies
 from openrlhf_ext.algorithms.segments import Segments, float64_sum
+from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.waits import call_ranks
 from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops, peak_tflops
 from openrlhf_ext.megatron.model.shape import ModelShape
+from openrlhf_ext.megatron.step import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
 from openrlhf_ext.ranks.timers import RankReport
 from openrlhf_ext.reporting import EventLog
@@ -38,6 +42,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_BAND = (0.5, 5.0)  # of the importance ratio: OpenRLHF's default for its correction
 _NAMED_ABOVE = 1.5  # slowest rank / mean from which it is named on the terminal
 _NAMED_FROM_S = 1.0
+_JUDGED_BY, _ENOUGH_STEPS, _MOST_ROLLBACKS = 20, 5, 3
 
 # ---- the batch ----------------------------------------------------------------------------------------------------
 
@@ -385,6 +390,47 @@ class StepGauges:
             "policy rank %d on %s is the slowest: %.1f s of its own in this step, %.1f times the mean of all ranks",
             slowest.rank, slowest.host, slowest.busy_seconds, ratio,
         )  # fmt: skip
+
+
+class StepJudge:
+    """Accepts steps before the engines get their weights (``train.rollback_on``), or says ``why`` not; counts
+    ``rollbacks``. A step spikes if the norm of the policy's gradient before clipping, mean over its updates, is above
+    ``train.spike_factor`` times the median of ``norms``: of the last 20 accepted steps that had a gradient, if they are
+    at least five. Checkpoints hold these."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.norms: list[float] = []
+        self.why, self.rollbacks, self._target, self._in_a_row = "", 0, -1, 0
+        self._on, self._factor = config.train.rollback_on or (), config.train.spike_factor
+
+    def accepted(self, train: Callable[[], dict[str, float]]) -> dict[str, float] | None:
+        """The metrics of a step; None: it is to be undone."""
+        try:
+            metrics = train()
+        except RayTaskError as error:
+            if "nan" not in self._on or not isinstance(error.cause, NonFiniteUpdateError):
+                raise
+            self.why = str(error.cause)
+            return None
+        norm = metrics.get("grad_norm", 0.0)
+        if "spike" in self._on and norm:
+            median = statistics.median(self.norms) if len(self.norms) >= _ENOUGH_STEPS else norm
+            if norm > self._factor * median:
+                limit = f"{self._factor:g} (train.spike_factor) times {median:.4g}, the median of {len(self.norms)}"
+                self.why = f"the gradient's norm {norm:.4g} is above {limit} steps"
+                return None
+            self.norms = [*self.norms, norm][-_JUDGED_BY:]
+        return metrics
+
+    def count(self, step: int) -> None:
+        """A rollback to the checkpoint of a step. Raises RuntimeError: it is one too many."""
+        self._target, self._in_a_row = step, self._in_a_row + 1 if step == self._target else 1
+        self.rollbacks += 1
+        if self._in_a_row > _MOST_ROLLBACKS:
+            raise RuntimeError(
+                f"{self.why}\nit would be rollback {self._in_a_row} to step {step} without a new checkpoint, so it is "
+                "not for single batches: lower actor.adam.lr, or look at the prompts of the rollback events"
+            )
 
 
 class DriftError(RuntimeError):

@@ -23,7 +23,7 @@ from openrlhf_ext.driver.about import about_run, results, write_card
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
 from openrlhf_ext.driver.experience import ExperienceMaker
-from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepProfiler
+from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepJudge, StepProfiler
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.loop import TrainingLoop
 from openrlhf_ext.driver.preflight import library_chatter, try_user_code
@@ -282,6 +282,7 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
         deadline=deadline,
         recorder=build_recorder(config, parts),
         gauges=step_gauges(config, parts, shape),
+        judge=StepJudge(config),
         held_out=held_out_sets(config, parts.strategy, parts.held_out),
         sinks=build_sinks(parts.strategy.args),
         tokenizer=parts.tokenizer,

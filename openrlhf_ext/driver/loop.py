@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,13 +25,13 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
 from openrlhf_ext.driver.evaluation import Evaluation, HeldOut, evaluation_metrics, weight_versions
 from openrlhf_ext.driver.experience import Experience, ExperienceMaker, sequences_of
-from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepProfiler, recounted
+from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepJudge, StepProfiler, recounted
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, groups_from_plain, plain_groups
 from openrlhf_ext.driver.settings import frozen_steps
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.ranks.policy import TrainingShard
-from openrlhf_ext.reporting.lines import JsonLines
+from openrlhf_ext.reporting.lines import JsonLines, step_of
 from openrlhf_ext.rollout.response import Response
 from openrlhf_ext.run.checkpoints import Arrays, Checkpointer, State
 from openrlhf_ext.run.ledger import Repeats
@@ -56,6 +57,7 @@ class TrainingLoop:
     deadline: Deadline
     recorder: StepRecorder
     gauges: StepGauges
+    judge: StepJudge
     held_out: Sequence[HeldOut] = ()
     sinks: Sequence[Any] = ()
     tokenizer: Any = None
@@ -87,10 +89,14 @@ class TrainingLoop:
                 made = self.score_and_shape(groups)
                 self.guard.hold(self.config.ckpt.grace_s)
                 self._finished = None  # what the ranks hold is between two steps from here on
-                trained = self.train(made.shards)
-                synced = self.publish()
-                made = self.complete(made)  # the engines sample already
-            self.record(made, trained | synced)
+                trained = self.judge.accepted(partial(self.train, made.shards))
+                if trained is not None:
+                    trained |= self.publish()
+                    made = self.complete(made)  # the engines sample already
+            if trained is None:
+                self.go_back(groups, self.judge.why)
+                continue
+            self.record(made, trained)
             self._note_state()
             self.guard.release()
             self.evaluate_and_save()
@@ -155,6 +161,30 @@ class TrainingLoop:
         self._poll_checkpoint()
         return metrics | {"time/train": time.perf_counter() - started}
 
+    def go_back(self, groups: Sequence[Group], why: str) -> None:
+        """Goes on from the last checkpoint without the prompts of a step that was not accepted."""
+        assert self.checkpointer is not None, "a rule: train.rollback_on needs checkpoints"
+        logger.error("step %d is not accepted: %s", self.recorder.events.step, why)
+        self.rollouts.drain()
+        self._finish_evaluation()
+        with self._limit("going back to the last checkpoint"):
+            self.sharing.make_room_for_policy()
+            resumed = self.checkpointer.go_back(why)
+        self.judge.count(resumed.step)
+        prompts, count = sorted(group.prompt.number for group in groups), self.judge.rollbacks
+        self.recorder.events.note("rollback", why=why, to=resumed.step, prompts=prompts, rollbacks=count)
+        self.rollouts.skip(prompts)
+        self.restore(resumed.state, resumed.arrays)
+        self.recorder.repeat_from(self.step, self.rollouts.dropped)
+        if self.ledger is not None and self.repeats is not None:
+            self.ledger.keep(lambda line: step_of(line) <= self.step)
+            self.repeats.read()
+        self.publish()
+        self._engine_stats()  # these do not count as the next step's
+        self._note_state()
+        self._ended = time.perf_counter()
+        self.guard.release()
+
     def complete(self, made: Experience) -> Experience:
         """With log-probs and entropies that the training pass computed (``algo.old_logprobs``)."""
         with self._limit(f"log-probs of training step {self.step}"):
@@ -184,7 +214,9 @@ class TrainingLoop:
         now = time.perf_counter()
         metrics |= {"time/step": now - self._ended, "time/wait_rollouts": self._waited_s}
         restarts = sum(supervisor.restarts for supervisor in self._supervisors)
-        metrics |= {"engines/restarts": restarts, "prompts/consumed": self.rollouts.prompts.drawn}
+        alive = sum(len(supervisor.there) for supervisor in self._supervisors)
+        metrics |= {"engines/restarts": restarts, "engines/alive": alive}
+        metrics["prompts/consumed"] = self.rollouts.prompts.drawn
         trained = [group.prompt.entry for group in made.groups]
         metrics["prompts/repeated"] = repeated = 0 if self.repeats is None else self.repeats.add(trained)
         if repeated:
@@ -393,6 +425,7 @@ class TrainingLoop:
             "in_flight": [vars(prompt) for prompt in in_flight],
             "experience": self.experience.state_dict(),
             "initial_entropy": self.initial_entropy,
+            "grad_norms": self.judge.norms,
             "last_evaluation": self.recorder.last_evaluation,
             "random_states": {
                 "python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(),
@@ -401,7 +434,7 @@ class TrainingLoop:
         return state, waiting
 
     def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
-        """Goes on where :meth:`state` was taken; call it before ``run``."""
+        """Goes on where :meth:`state` was taken, before ``run`` or in it; nothing is in flight."""
         in_flight = [Prompt(**prompt) for prompt in state["in_flight"]]
         finished = groups_from_plain(state["finished"], arrays)
         if self.experience.engine_entropies:  # algo.entropies was policy when the others were sampled
@@ -418,6 +451,7 @@ class TrainingLoop:
         self.rollouts.restore(state["rollouts"], finished, in_flight)
         self.step, self.initial_entropy = state["step"], state["initial_entropy"]
         self.experience.load_state_dict(state["experience"])
+        self.judge.norms = [*state.get("grad_norms", ())]  # earlier releases kept none
         # one that ended beside the next step is in the record, and not in the checkpoint
         self.recorder.last_evaluation = max(self.recorder.last_evaluation, state["last_evaluation"])
         random.setstate(state["random_states"]["python"])

@@ -140,7 +140,8 @@ def _create_engines(
         config.vllm.model_copy(update=resolved),
         max_model_len=config.data.max_len,
         # before the batch's own deadline, so that an engine that is stuck can be replaced
-        request_timeout_s=config.rollout.timeout_s * (0.9 if config.vllm.max_restarts else 1.0),
+        request_timeout_s=config.rollout.timeout_s
+        * (0.9 if config.vllm.max_restarts or config.vllm.min_engines else 1.0),
         executor_factory=executor_factory(config),
         use_gpu=use_gpu,
         seed=seed,

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.engines import EngineCall, EngineSupervisor, HangWatch, is_engine_fault
@@ -178,7 +178,7 @@ class GroupRequests:
 
     def _deal(self) -> None:
         while self._backlog:
-            index = min(range(len(self._load)), key=self._load.__getitem__)
+            index = min(self._supervisor.there, key=self._load.__getitem__)
             key, request = self._backlog[0]
             if self._load[index] and self._load[index] + request.samples > self._max_requests:
                 return
@@ -196,7 +196,7 @@ class GroupRequests:
             for place in call.others:
                 responses = [dataclasses.replace(r, experts_at=(place, i)) for i, r in enumerate(responses)]
             return key, responses
-        except (RayTaskError, RayActorError) as error:
+        except (RayTaskError, RayActorError, ObjectLostError) as error:
             if not self._failed_with_sync(call, error):
                 if not is_engine_fault(error):
                     raise
@@ -282,7 +282,8 @@ class Rollouts:
         self.prompts, self.sampling = prompts, sampling_of(config, config.rollout.temperature, config.rollout.top_p)
         self._config, self._batch_size = config, config.rollout.batch_size
         self._max_staleness, self._timeout_s = config.max_staleness, config.rollout.timeout_s
-        self.dropped = Counter(filtered=0, late=0, unstarted=0)
+        self.dropped = Counter(filtered=0, late=0, unstarted=0, skipped=0)
+        self._skip: set[int] = set()  # prompts that spoiled a step, by number
         self._requests, self._deadline, self._with_engines = requests, deadline, with_engines
         self._in_flight: dict[int, Prompt] = {}
         self._again: list[Prompt] = []  # in flight when the checkpoint was written
@@ -334,10 +335,10 @@ class Rollouts:
                 self._collect(min(self._deadline.remaining, _LOOK_S))
         self._batches_wanted = self._max_staleness
 
-    def give_up(self, reason: str, groups: Iterable[Group]) -> None:
-        """These are not trained on: ``dropped`` counts them, and the ledger's next line names their prompts by the
-        reason, one of ``run.ledger.REASONS``."""
-        entries = [group.prompt.entry for group in groups]
+    def give_up(self, reason: str, prompts: Iterable[Prompt]) -> None:
+        """These are not trained on: ``dropped`` counts them, and the ledger's next line names them by the reason, one
+        of ``run.ledger.REASONS``."""
+        entries = [prompt.entry for prompt in prompts]
         self.dropped[reason] += len(entries)
         self._given_up[reason] += entries
 
@@ -362,7 +363,7 @@ class Rollouts:
         return any(number < last for number in self._in_flight)
 
     def _drop_late(self, version: int) -> None:
-        self.give_up("late", [group for group in self._finished if group.is_late(version, self._max_staleness)])
+        self.give_up("late", [g.prompt for g in self._finished if g.is_late(version, self._max_staleness)])
         self._finished = [group for group in self._finished if not group.is_late(version, self._max_staleness)]
         self._fill()
 
@@ -374,6 +375,9 @@ class Rollouts:
             if prompt is None:
                 self._exhausted = True
                 return
+            if prompt.number in self._skip:
+                self.give_up("skipped", [prompt])
+                continue
             self._in_flight[prompt.number] = prompt
             samples, of_guide = self._config.rollout.n_samples_per_prompt, self._config.guide_samples
             self._requests.ask(
@@ -402,12 +406,12 @@ class Rollouts:
                 continue
             group = Group(self._in_flight.pop(key), responses)
             if not all(response.sampled for response in responses):
-                self.give_up("unstarted", [group])
+                self.give_up("unstarted", [group.prompt])
                 self._count_unstarted()
             elif self._is_kept(group):
                 self._finished.append(group)
             else:
-                self.give_up("filtered", [group])
+                self.give_up("filtered", [group.prompt])
                 self._count_filtered()
         self._fill()
         return tokens
@@ -513,18 +517,25 @@ class Rollouts:
         prompts in flight."""
         given_up = {reason: list(entries) for reason, entries in self._given_up.items()}
         state = {"prompts": self.prompts.state_dict(), "dropped": dict(self.dropped), "given_up": given_up}
+        state["skip"] = sorted(self._skip)
         return state, list(self._finished), [*self._in_flight.values(), *self._again]
+
+    def skip(self, numbers: Iterable[int]) -> None:
+        """Gives these prompts up: where they are drawn again, or restored, they are dropped."""
+        self._skip.update(numbers)
 
     def restore(self, state: Mapping[str, Any], finished: Iterable[Group], in_flight: Iterable[Prompt]) -> None:
         """Goes on from a snapshot; what was in flight is asked for again, and so is what has no experts, of a run that
         replayed none, where they are to be replayed."""
         self.prompts.load_state_dict(state["prompts"])
         self.dropped.update(state["dropped"])
-        for reason, entries in state.get("given_up", {}).items():  # earlier releases had no ledger
-            self._given_up[reason] += entries
-        self._finished, self._again = [], list(in_flight)
+        self._given_up = defaultdict(list, state.get("given_up", {}))  # earlier releases had no ledger
+        self._skip.update(state.get("skip", ()))  # and skipped nothing
+        self._finished, self._again, self._exhausted = [], list(in_flight), False
         for group in finished:
-            if self._config.replays_rollout and any(r.experts_at is None for r in group.responses):
+            if group.prompt.number in self._skip:
+                self.give_up("skipped", [group.prompt])
+            elif self._config.replays_rollout and any(r.experts_at is None for r in group.responses):
                 self._again.append(group.prompt)
             else:
                 self._finished.append(group)

@@ -21,8 +21,8 @@ from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, new_value_head, r
 from openrlhf_ext.megatron.model.shape import ModelShape, read_value_scale, read_value_shape
 from openrlhf_ext.megatron.policy import MegatronModel
 from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.megatron.step import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.batch import PackedBatch, SequenceBatch, ValueTargets
-from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.schedule import gather_tokens, one, planned_rows
 from openrlhf_ext.options.sections import Critic
 

@@ -28,9 +28,9 @@ from openrlhf_ext.megatron.layers import kept_bytes
 from openrlhf_ext.megatron.model.experts import routing_metrics, take_routing
 from openrlhf_ext.megatron.model.hf_weights import load_hf
 from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.megatron.step import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, PackedBatch, SequenceBatch, sequence_batch
 from openrlhf_ext.megatron.step.optimizer import (
-    NonFiniteUpdateError,
     build_optimizer,
     build_scheduler,
     gradient_norms,

@@ -285,7 +285,7 @@ class PolicyActor(TrainedActor):
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
         """The sync that follows a load sends the weights of the saved version, which the requests' seeds depend on."""
-        self.version = extra["version"] - 1
+        self.version, self.is_ahead, self.has_moved = extra["version"] - 1, True, False
 
 
 def _mini_batches(batch: SequenceBatch, shard: TrainingShard) -> Iterator[tuple[SequenceBatch, LossBatch]]:

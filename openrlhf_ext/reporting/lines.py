@@ -142,6 +142,11 @@ class Writer:
 
     _lines: JsonLines | None
 
+    def repeat_from(self, step: int) -> None:
+        """Steps after this one are made again: what the file holds of them is moved aside."""
+        if self._lines is not None:
+            self._lines.keep(lambda record: str(record.get("event")) in _OF_THE_RUN or step_of(record) <= step)
+
     def close(self) -> None:
         if self._lines is not None:
             self._lines.close()
@@ -221,11 +226,15 @@ EVENTS = {
     "checkpoint": "a checkpoint is complete: `of_step`, `path`, `mib`, `seconds`, and `best` if it is the best so far",
     "engine_replaced": "`engines` died or hang and are replaced: `of` (`rollout engine` or `guide engine`), `why`, and "
     "`restarts` so far",
+    "engine_lost": "`engine` died or hangs, and the others, `alive` of them, go on (`vllm.min_engines`): `of`, `why`",
+    "engine_joined": "a new `engine` has the policy's weights and samples: `of`, and how many are `alive`",
     "groups_dropped": "groups that were not trained in this step: `filtered` by dynamic sampling, too `late`, with an "
-    "episode that failed before its first word (`unstarted`)",
+    "episode that failed before its first word (`unstarted`), `skipped` after a rollback",
     "groups_late": "`count` groups of the step lagged by more than `train.max_staleness`, and were trained",
     "corridor_left": "the step is outside of `train.corridor`: `metrics`, by name the `value` (null: none), and "
     "`low` and `high` of the band",
+    "rollback": "`step` was not accepted, `why`: the run went back to step `to` and leaves `prompts` (their numbers in "
+    "the order of drawing) out; `rollbacks` so far",
     "slow_rank": "policy `rank` on `host` holds the others up: `seconds` of its own, `over_mean` times the mean",
     "profile": "a rank's step was profiled: `rank`, `seconds` by kind, and `trace`, the file on `host`",
     "output_lost": "what the run shows cannot be written any more, to standard output or error: `why`; it goes on",
@@ -238,7 +247,7 @@ EVENTS = {
 }
 """Kinds of events and their facts; docs/report.md shows this table."""
 
-_OF_THE_RUN = {"start", "ready", "resumed", "failure", "restart", "interrupted", "end"}
+_OF_THE_RUN = {"start", "ready", "resumed", "failure", "restart", "rollback", "interrupted", "end"}
 
 
 class EventLog(Writer):
@@ -264,9 +273,8 @@ class EventLog(Writer):
             self._lines.append({"event": event, "step": self.step, "time": self._now(), **redacted(facts)})
 
     def repeat_from(self, step: int) -> None:
+        super().repeat_from(step)
         self.step = step
-        if self._lines is not None:
-            self._lines.keep(lambda r: str(r.get("event")) in _OF_THE_RUN or step_of(r) <= step)
 
 
 # ---- samples.jsonl, in the form that explain reads ------------------------------------------------------------------

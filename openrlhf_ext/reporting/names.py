@@ -192,6 +192,7 @@ METRICS = (
     Metric("engines/restarts", "restarts",
         "rollout engines, a guide's included, replaced since the driver was started: a resumed or restarted run counts "
         "from 0"),
+    Metric("engines/alive", "engines", "rollout engines, a guide's included, that work: all without vllm.min_engines"),
     Metric("time/generate", "s", "generation of the step's completions, without exposed grading"),
     Metric("time/grade", "s", "grading that generation did not hide; the maximum over the engines"),
     Metric("time/logprob", "s", "old log-probs and entropies (algo.old_logprobs), reference log-probs and values"),
@@ -215,6 +216,8 @@ METRICS = (
         "dropped since the start because an agent's episode failed three times before the policy had written a word"),
     Metric("groups/dropped_late", "groups",
         "dropped since the start because they lagged by more than `train.max_staleness` (`train.late_groups drop`)"),
+    Metric("groups/dropped_skipped", "groups",
+        "left out since the start: a step with these prompts was not accepted (`train.rollback_on`)"),
     Metric("groups/trained_late", "groups", "groups of the step that lagged by more than `train.max_staleness`"),
     Metric("time/wait_rollouts", "s", "the policy was idle: training waited for groups; part of `time/step`"),
     Metric("time/idle_engines", "s", "the engines were idle: neither generating nor grading, mean over the engines"),

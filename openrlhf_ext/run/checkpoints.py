@@ -185,6 +185,7 @@ class Checkpointer:
         timeout_s: float, events: EventLog | None = None, best: tuple[str, int] = ("", 1), background: bool = False,
     ) -> None:  # fmt: skip
         self._events, self.ckpt, self.groups, self.timeout_s = events or EventLog(), config.ckpt, groups, timeout_s
+        self._config, self._data = config, data
         label = {"label": config.training_label} if config.training_label else {}
         self.constants = {"options": plain_options(config), **data, **label}
         self.text = format_config(config) if isinstance(config, RunConfig) else format_options(config)
@@ -288,6 +289,14 @@ class Checkpointer:
             self.store.abandon(pending.step)
             raise
         self.poll()
+
+    def go_back(self, why: str) -> Resumed:
+        """Loads the newest checkpoint into the ranks again. Raises CheckpointError: there is none, or as `restore`."""
+        self.finish()
+        there = self.store.checkpoints()
+        if not there or (resumed := _restored(self._config, self.groups, self._data, self.timeout_s)) is None:
+            raise CheckpointError(f"{why}\nno checkpoint to go back to is in {self.store.folder} yet (ckpt.save_steps)")
+        return resumed
 
     def _announce(self, pending: _Pending, manifest: Manifest) -> None:
         """What follows when a checkpoint is complete."""

@@ -57,9 +57,14 @@ class Repeats:
     anew. ``digests``: of all prompts; ``path``: a ledger whose steps count."""
 
     def __init__(self, digests: Iterable[str], path: Path) -> None:
-        self._data, self._trained = Counter(digests), Counter[tuple[int, str]]()
+        self._data, self._path = Counter(digests), path
         self._size = sum(self._data.values())
-        for _, line in read_lines(path):
+        self.read()
+
+    def read(self) -> None:
+        """Begins with what the ledger has now."""
+        self._trained = Counter[tuple[int, str]]()
+        for _, line in read_lines(self._path):
             self.add(line.get("trained", ()))
 
     def add(self, entries: Iterable[Entry]) -> int:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIGURE_EVERY_S = 10.0
-_DROPPED = ("filtered", "late", "unstarted")
+_DROPPED = ("filtered", "late", "unstarted", "skipped")
 # names that losses use -> documented names
 _RENAMED = {"clip_fraction": "loss/clip_fraction"}
 
@@ -128,10 +128,18 @@ class StepRecorder(Recorder):
     ) -> None:  # fmt: skip
         super().__init__(config, total_steps, resume_step, events, title)
         self.skipped_overlong, self.samples = skipped_overlong, samples
-        evaluated = read_metrics(self.metrics_path) if resume_step else []
-        self.last_evaluation = max((r["step"] for r in evaluated if "eval/accuracy" in r), default=-1)
+        self.last_evaluation = self._evaluated() if resume_step else -1
         # counts of an earlier part of a resumed run are not known: its first step says nothing
         self._dropped = dict.fromkeys(_DROPPED, 0.0) if resume_step == 0 else {}
+
+    def _evaluated(self) -> int:
+        return max((r["step"] for r in read_metrics(self.metrics_path) if "eval/accuracy" in r), default=-1)
+
+    def repeat_from(self, step: int, dropped: Mapping[str, int]) -> None:
+        """The run has gone back to this step, with so many groups ``dropped`` then: later records are moved aside."""
+        for lines in filter(None, (self.writer, self.samples, self.events)):
+            lines.repeat_from(step)
+        self.last_evaluation, self._dropped = self._evaluated(), {name: float(dropped[name]) for name in _DROPPED}
 
     def step(self, step: int, logs: Mapping[str, float], engines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         record = step_record(logs, engines) | {"prompts/skipped_overlong": self.skipped_overlong}

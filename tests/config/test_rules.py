@@ -369,6 +369,31 @@ def test_a_colocated_run_has_as_many_engine_workers_as_policy_ranks(load, proble
     assert "got 2 and 1 * 1 = 1" in message and "change vllm.num_engines" in message
 
 
+def test_engines_that_can_be_done_without_are_some_of_the_policys_own(load, problems):
+    fewer = (*TWO_ENGINES, "--vllm.min_engines", "1")
+    (warning,) = load(*fewer, "--vllm.max_restarts", "0", "--rollout.timeout_s", "200").warnings
+    assert "vllm.hang_timeout_s 300 is not below rollout.timeout_s 200" in warning and problems(*fewer) == []
+    assert problems(*TWO_ENGINES, "--vllm.min_engines", "2", *COLOCATED) == []
+    (message,) = problems(*TWO_ENGINES, "--vllm.min_engines", "3")
+    assert message.startswith("vllm.min_engines must not exceed vllm.num_engines: got 3 and 2")
+    assert "vllm.min_engines" in problems(*TWO_ENGINES, "--vllm.min_engines", "0")[0]
+    (message,) = problems(*fewer, *COLOCATED)
+    assert message.startswith("vllm.min_engines must be vllm.num_engines with train.colocate_all, a policy rank would")
+    guide = ("--algo.advantage.estimator", "mixed_policy_dapo", "--guide.model_name_or_path", "model")
+    (message,) = problems(*fewer, *guide)
+    assert "with guide.model_name_or_path, every group needs the guide's engines too" in message
+
+
+def test_a_run_goes_back_to_checkpoints_that_it_writes(load, problems):
+    rollback = ("--train.rollback_on", "nan", "spike")
+    assert load(*rollback, "--ckpt.save_steps", "5").train.rollback_on == ("nan", "spike")
+    for words in ((), ("--ckpt.save_steps", "5", "--ckpt.disable_ds", "--ckpt.save_hf")):
+        (message,) = problems(*rollback, *words)
+        assert message.startswith("train.rollback_on needs checkpoints to resume from: set ckpt.save_steps")
+    (warning,) = load("--train.spike_factor", "3").warnings
+    assert warning.startswith("train.spike_factor has no effect: got 3") and "train.rollback_on is not set" in warning
+
+
 def test_a_colocated_run_whose_parts_do_not_sleep_is_warned_about(load):
     (warning,) = load("--train.colocate_all", "--vllm.enable_sleep", *TWO_ENGINES).warnings
     assert "vllm.gpu_memory_utilization must leave room" in warning

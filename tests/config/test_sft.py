@@ -82,6 +82,8 @@ def test_sizes_that_deepspeed_is_given(words):
 def test_an_option_that_no_command_supports_is_not_called_one_of_another_command(words):
     (found,) = faults([*words, "--actor.muon.lr", "1"])
     assert found.startswith("unknown option actor.muon.lr (command line); ") and "train_ppo_ray" not in found
+    (found,) = faults([*words, "--train.rollback_on", "nan"])
+    assert found.startswith("unknown option train.rollback_on (command line); train_ppo_ray has it"), found
 
 
 def test_all_faults_in_one_report(words, tmp_path):

@@ -109,14 +109,11 @@ class SleepyEngine(_Process):
 
 
 @ray.remote(num_cpus=0.1)
-class NotStarting:
-    """An engine that cannot start."""
+class NotStarting(_Process):
+    """An engine that cannot start, and never answers."""
 
     def __init__(self) -> None:
         raise EngineStartError("vLLM did not start: no memory is left")
-
-    def ping(self) -> None:
-        """Never answers."""
 
 
 @ray.remote(num_cpus=0.1)

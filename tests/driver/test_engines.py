@@ -18,6 +18,7 @@ import pytest
 import ray
 
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver import engines as driver_engines
 from openrlhf_ext.driver.engines import (
     EngineLost,
     EngineSupervisor,
@@ -49,9 +50,12 @@ from tests.patience import PATIENCE_S, until
 SAMPLING = Sampling(1.0, 1.0, 4, 8)
 
 
-def limits(max_restarts: int, hang_timeout_s: float = PATIENCE_S, **ds_and_vllm: bool) -> RunConfig:
+def limits(
+    max_restarts: int, hang_timeout_s: float = PATIENCE_S, min_engines: int | None = None, **ds_and_vllm: bool
+) -> RunConfig:
     """How often and when engines are replaced, and who sleeps."""
     vllm = {"max_restarts": max_restarts, "hang_timeout_s": hang_timeout_s, "start_timeout_s": PATIENCE_S}
+    vllm["min_engines"] = min_engines
     vllm["enable_sleep"], ds = ds_and_vllm.get("vllm", False), {"enable_sleep": ds_and_vllm.get("ds", False)}
     return run_config(vllm=vllm, ds=ds, train={"step_timeout_s": PATIENCE_S})
 
@@ -287,6 +291,117 @@ def test_which_errors_are_an_engines_fault() -> None:
     assert is_engine_fault(EngineDied("x")) and not is_engine_fault(InvalidWeights("x"))
     assert engines_at_fault(EnginesAtFault("x", [1, 2])) == (1, 2)
     assert engines_at_fault(ValueError("x")) == ()
+
+
+# ---- fewer engines, and more again -------------------------------------------------------------------------------
+
+
+class Elastic:
+    """Engines of which ``fewest`` are enough; the starts after the first of every engine are ``later`` ones."""
+
+    def __init__(self, tmp_path: Path, engines: int = 2, fewest: int = 1, max_restarts: int = 0) -> None:
+        self.policy, self.later = FakePolicy(), MisbehavingEngine
+        self.starts = [0] * engines
+        self._events = tmp_path / "events.jsonl"
+        fleet = EngineFleet(self._start, engines)
+        ray.get([engine.ping.remote() for engine in fleet], timeout=PATIENCE_S)
+        config = limits(max_restarts, min_engines=fewest)
+        self.supervisor = EngineSupervisor(fleet, self.policy, config, events=EventLog(self._events))
+
+    def _start(self, index: int) -> Any:
+        self.starts[index] += 1
+        if self.starts[index] == 1 or self.later is MisbehavingEngine:
+            return MisbehavingEngine.remote(index, self.starts[index] - 1)
+        return self.later.remote()
+
+    def lose(self, *indexes: int) -> None:
+        self.supervisor.replace({index: self.supervisor.engines[index] for index in indexes}, EngineDied("gone"))
+
+    def sync(self, *faults: tuple[int, ...]) -> list[int]:
+        """A weight sync that blames these, one set after the other; the engines of the one that succeeds."""
+        left = list(faults)
+
+        def send() -> list[int]:
+            if left:
+                ray.get(outcome.remote(EngineFailed("an engine failed", left.pop(0))))
+            return list(self.supervisor.there)
+
+        return self.supervisor.repeat_until_sent(send)
+
+    def until_back(self) -> None:
+        until(lambda: len(self.sync()) == len(self.starts), "all engines")
+
+    @property
+    def told(self) -> list[tuple[str, Any, Any]]:
+        events = [record for _, record in read_lines(self._events)] if self._events.exists() else []
+        return [(e["event"], e["engine"] if "engine" in e else e["engines"], e.get("alive")) for e in events]
+
+
+@pytest.mark.parametrize("trouble", ["die", "stop"])
+def test_a_run_goes_on_with_fewer_engines_and_takes_a_new_one_in_at_a_weight_sync(trouble: str, tmp_path: Path) -> None:
+    run = Elastic(tmp_path)
+    if trouble == "stop":
+        run.supervisor.config = limits(0, 4.0, 1)
+    requests = sequential(run.supervisor)
+    got = answers(requests, ["a", "b", trouble, "c", "d"])  # engine 0 has a and the trouble
+    assert sorted(prompt for prompt, _ in got) == sorted(["a", "b", "c", "d", trouble]), "each once"
+    assert dict(got)[trouble] == "engine 1.0" and list(run.supervisor.there) == [1]
+    assert run.told == [("engine_lost", 0, 1)] and run.policy.told == [], "no rank is waited for"
+    assert len(run.supervisor.ask("process_info")) == 1
+    run.until_back()
+    assert run.policy.told[-1] == (2, []), "the sync brings the weights"
+    assert {engine for _, engine in answers(requests, ["e", "f", "g", "h"])} == {"engine 0.1", "engine 1.0"}
+    assert run.told[1:] == [("engine_joined", 0, 2)] and run.supervisor.restarts == 1
+
+
+def test_engines_that_a_sync_blames_are_named_by_their_positions_although_one_is_lost(tmp_path: Path) -> None:
+    run = Elastic(tmp_path, engines=3)
+    run.later = NotStarting
+    run.lose(0)
+    assert run.sync((1,)) == [1], "of the two that are left the second is engine 2"
+    assert run.policy.told == [(2, []), (1, [])]
+    assert run.told == [("engine_lost", 0, 2), ("engine_lost", 2, 1)]
+    assert run.sync() == [1] and len(run.policy.told) == 2, "nothing has changed"
+
+
+def test_a_new_engine_that_fails_at_its_first_sync_has_not_joined(tmp_path: Path) -> None:
+    run = Elastic(tmp_path)
+    run.lose(1)
+    until(lambda: ray.wait([run.supervisor._starts[1][0]], timeout=0)[0], "the new engine")
+    assert run.sync((1,)) == [0]
+    assert run.told == [("engine_lost", 1, 1), ("engine_lost", 1, 1)] and run.supervisor.restarts == 0
+    assert run.starts == [1, 2], "the next start comes a minute after the last one"
+
+
+def test_what_does_not_start_is_tried_again_and_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_engines, "_START_AGAIN_S", 0.5)
+    run = Elastic(tmp_path)
+    run.later = NotStarting
+    run.lose(0)
+    until(lambda: run.sync() and run.starts[0] >= 4, "more tries")
+    assert run.told == [("engine_lost", 0, 1)]
+    # nor what Ray has no room for
+    run.later = MisbehavingEngine.options(num_cpus=10**6)
+    run._start = lambda index: run.later.remote(index, 1)
+    run.supervisor.engines._start = run._start
+    until(lambda: ray.wait([run.supervisor._starts[0][0]], timeout=0)[0] == [] and run.sync() == [1], "one that waits")
+    run.supervisor.config = run.supervisor.config.model_copy(
+        update={"vllm": run.supervisor.config.vllm.model_copy(update={"start_timeout_s": 0.1})}
+    )
+    run.later = MisbehavingEngine
+    run.until_back()
+
+
+def test_below_the_fewest_engines_are_waited_for_and_restarts_are_counted(tmp_path: Path) -> None:
+    run = Elastic(tmp_path, engines=2, fewest=1, max_restarts=1)
+    run.lose(0, 1)
+    assert run.told == [("engine_lost", 0, 1), ("engine_replaced", [1], None)]
+    assert run.policy.told == [(1, [0])] and run.starts[1] == 2, "of one engine it is the first that gets weights"
+    run.until_back()
+    assert run.supervisor.restarts == 2
+    run.lose(0)
+    with pytest.raises(EngineLost, match="all restarts are used up"):
+        run.lose(1)
 
 
 # ---- who sleeps when ----------------------------------------------------------------------------------------------

@@ -13,20 +13,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ray.exceptions import RayTaskError
 from safetensors.numpy import load_file, save_file
 
+from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.checkpoints.files import read_plain, write_plain
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import data, job
 from openrlhf_ext.driver.evaluation import HeldOut
 from openrlhf_ext.driver.experience import Experience
+from openrlhf_ext.driver.gauges import StepJudge
 from openrlhf_ext.driver.loop import TrainingLoop
 from openrlhf_ext.driver.rollouts import Group, PromptStream, Rollouts, all_prompts
 from openrlhf_ext.driver.waits import Deadline
+from openrlhf_ext.megatron.step import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.batch import LogprobEntropy
 from openrlhf_ext.options.sections import HeldOutSet
 from openrlhf_ext.reporting import EventLog
+from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.rollout.response import derived_seed
+from openrlhf_ext.run.checkpoints import Resumed
 from tests.driver.simulated import Loader, Requests, options
 
 
@@ -70,19 +76,22 @@ class World:
             policy=self,
             rollouts=Rollouts(PromptStream(Loader(6), 1), self.requests, config, deadline),
             experience=experience,
-            supervisor=SimpleNamespace(repeat_until_sent=lambda sync: sync(), ask=self.ask, restarts=0, engines=[0]),
+            supervisor=SimpleNamespace(repeat_until_sent=lambda sync: sync(), ask=self.ask, restarts=0, there={0: 0}),
             sharing=SimpleNamespace(wake_weights=lambda: None, make_room_for_policy=lambda: self.told.append("room")),
             deadline=deadline,
             recorder=SimpleNamespace(
                 progress=SimpleNamespace(total_steps=3),
                 last_evaluation=-1, step=self.record, evaluation=self.evaluated, events=EventLog(), samples=None,
                 writer=SimpleNamespace(write=lambda *record: self.told.append(record)),
+                repeat_from=lambda step, dropped: self.told.append(f"repeat from {step}, {dropped['skipped']} skipped"),
             ),
             gauges=SimpleNamespace(collect=lambda batch, metrics: {}),
+            judge=StepJudge(config),
             held_out=[held_out()],
             checkpointer=SimpleNamespace(
                 after_step=self.save, finish=lambda: self.told.append("finish"), poll=lambda: None,
                 save_before_the_end=lambda state, timeout_s: self.saved_last.append((state, timeout_s)),
+                go_back=self.go_back,
             ),
         )  # fmt: skip
 
@@ -116,6 +125,15 @@ class World:
         if method == "send_weights":
             return [{"weight_sync/version": self.version}]
         return [{"loss/policy": 0.1, "grad_norm": self.grad_norm}]
+
+    def go_back(self, why: str) -> Resumed:
+        if not self.saved:
+            raise CheckpointError(f"{why}, and there is no checkpoint")
+        step = max(self.saved)
+        self.version = step - 1  # of the sync that follows
+        assert self.told.pop() == "room"
+        self.told.append(f"load {step}")
+        return Resumed(Path("."), step, *self.saved[step])
 
     def _of_engines(self, method: str) -> list:
         if method == "weight_version":
@@ -181,6 +199,92 @@ def test_a_checkpoint_written_in_the_background_is_looked_for_while_the_next_ste
     world.loop.checkpointer.poll = lambda: looks.append(world.told[-1])
     world.loop.run()
     assert looks[2:4] == ["save 1 alone", "fit"], "after sampling, and after training"
+
+
+# ---- rollbacks
+
+
+def not_finite() -> None:
+    error = NonFiniteUpdateError("the gradient norm nan")
+    raise RayTaskError("fit", "", error)
+
+
+def test_a_step_that_is_not_finite_is_undone_and_its_prompts_are_left_out(tmp_path: Path) -> None:
+    world = World(train={"rollback_on": ["nan"]}, ckpt={"save_steps": 1}, eval={"steps": -1})
+    world.during["fit 1"] = not_finite
+    with EventLog(tmp_path / "events.jsonl") as world.loop.recorder.events:
+        world.loop.run()
+    assert world.told[5:] == [
+        "save 1 alone", "score [2, 3] at 1", "fit", "load 1", "repeat from 1, 0 skipped", "send_weights",
+        "score [4, 5] at 1", "fit", "send_weights", "record 2", "save 2 alone", "finish", "evaluate 2",
+    ]  # fmt: skip
+    ((_, event),) = read_lines(tmp_path / "events.jsonl")
+    del event["time"]
+    assert event == {
+        "event": "rollback", "step": 2, "why": "the gradient norm nan", "to": 1, "prompts": [2, 3], "rollbacks": 1,
+    }  # fmt: skip
+    assert world.loop.rollouts.gauges()["groups/dropped_skipped"] == 2
+
+
+def test_sigterm_that_came_in_a_step_that_is_undone_ends_the_run_at_the_checkpoint() -> None:
+    world = World(train={"rollback_on": ["nan"]}, ckpt={"save_steps": 1}, eval={"steps": -1})
+    world.loop.guard.listen()
+    world.during["fit 1"] = lambda: (signal.raise_signal(signal.SIGTERM), not_finite())
+    with pytest.raises(KeyboardInterrupt):
+        world.loop.run()
+    world.loop.save_before_the_end()
+    ((state, _),) = world.saved_last
+    assert state[0]["step"] == 1 and state[0]["rollouts"]["skip"] == [2, 3]
+
+
+@pytest.mark.parametrize("asked", [None, ["spike"], ["nan"]])
+def test_what_was_not_asked_for_or_cannot_be_undone_ends_the_run(asked: list | None) -> None:
+    world = World(train={"rollback_on": asked}, ckpt={"save_steps": 1}, eval={"steps": -1})
+    world.during["fit 0"] = not_finite
+    with pytest.raises(CheckpointError if asked == ["nan"] else RayTaskError) as raised:
+        world.loop.run()
+    assert "the gradient norm nan" in str(getattr(raised.value, "cause", raised.value))
+
+
+def test_a_spike_is_undone_before_the_engines_and_a_checkpoint_get_it() -> None:
+    world = World(train={"rollback_on": ["spike"]}, ckpt={"save_steps": 1}, eval={"steps": -1})
+    world.loop.judge.norms = [0.5] * 5
+
+    def spike() -> None:
+        world.grad_norm = 5.1
+        world.during["send_weights 1"] = lambda: setattr(world, "grad_norm", 0.5)
+
+    world.during["fit 1"] = spike
+    world.loop.run()
+    assert world.told[6:11] == ["score [2, 3] at 1", "fit", "load 1", "repeat from 1, 0 skipped", "send_weights"]
+    assert world.loop.judge.norms == [0.5] * 7, "that of the step is none that others are judged by"
+    assert world.saved.keys() == {1, 2}
+
+
+def judge_of(**train: Any) -> StepJudge:
+    return StepJudge(options(more={"train": train}))
+
+
+def test_a_spike_is_above_a_multiple_of_the_median_of_accepted_steps() -> None:
+    judge = judge_of(rollback_on=["spike"], spike_factor=2.0)
+    for norm in (9.0, 1.0, 0.0, 1.0, 1.0, 50.0, 1.0):  # the first five are not judged; without a gradient there is none
+        assert judge.accepted(lambda norm=norm: {"grad_norm": norm})
+    assert judge.accepted(lambda: {"grad_norm": 2.1}) is None
+    assert judge.why == "the gradient's norm 2.1 is above 2 (train.spike_factor) times 1, the median of 6 steps"
+    assert judge.accepted(lambda: {"grad_norm": 2.0}) == {"grad_norm": 2.0} and len(judge.norms) == 7
+    for _ in range(30):
+        assert judge.accepted(lambda: {"grad_norm": 1.5})
+    assert len(judge.norms) == 20
+    assert judge_of().accepted(lambda: {"grad_norm": 1e9}) and judge.accepted(lambda: {"loss/value": 1.0})
+
+
+def test_rollbacks_without_a_new_checkpoint_end() -> None:
+    judge = judge_of(rollback_on=["nan"])
+    for step in (4, 4, 4, 6, 6, 6):
+        judge.count(step)
+    assert judge.rollbacks == 6
+    with pytest.raises(RuntimeError, match="would be rollback 4 to step 6 without a new checkpoint"):
+        judge.count(6)
 
 
 # ---- SIGTERM
@@ -385,7 +489,7 @@ def half_loop(requests: Requests) -> TrainingLoop:
     others = dict.fromkeys(("policy", "supervisor", "sharing", "gauges"))
     return TrainingLoop(
         config=how, rollouts=Rollouts(stream, requests, how, Deadline()), experience=Maker(), deadline=Deadline(),
-        step=7, initial_entropy=0.61,
+        step=7, initial_entropy=0.61, judge=StepJudge(how),
         recorder=SimpleNamespace(last_evaluation=6), **others,
     )  # fmt: skip
 
@@ -414,7 +518,7 @@ def test_the_driver_continues_where_it_was_and_no_group_is_lost_or_used_twice(tm
     assert (fresh.step, fresh.initial_entropy) == (7, 0.61)
     assert fresh.recorder.last_evaluation == 6
     assert fresh.experience.state == {"batches": 7, "kl": {"value": 0.25}}
-    assert fresh.rollouts.dropped == {"filtered": 1, "late": 0, "unstarted": 0}
+    assert fresh.rollouts.dropped == {"filtered": 1, "late": 0, "unstarted": 0, "skipped": 0}
 
     (waiting,) = loop.rollouts.snapshot()[1]
     batch = fresh.rollouts.take(0)

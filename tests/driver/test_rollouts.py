@@ -249,6 +249,25 @@ def test_every_group_is_trained_once_or_dropped_and_only_stragglers_exceed_the_b
         assert trained == sorted(trained), "whatever takes how long, batches are in the order of their prompts"
 
 
+def test_prompts_that_are_given_up_are_dropped_wherever_they_are_when_the_run_goes_back() -> None:
+    """Streaming: of the batch some were finished when the checkpoint was written, in flight, or not drawn."""
+    requests = Requests(at_once=True, stuck={3})
+    made = rollouts(requests, prompts=9, max_staleness=2)
+    assert numbers(made.take(0)) == [0, 1]
+    state, finished, in_flight = made.snapshot()
+    assert (numbers(finished), [prompt.number for prompt in in_flight]) == ([2, 4, 5], [3])
+    assert numbers(made.take(1)) == [2, 4]
+    requests.stuck.clear()
+    made.drain()
+    made.skip([2, 3, 6])
+    made.restore(state, finished, in_flight)
+    assert [numbers(made.take(1)) for _ in range(3)] == [[4, 5], [7, 8], []] and made.dropped["skipped"] == 3
+    # and in what goes on from a later checkpoint
+    again = rollouts(Requests(at_once=True), prompts=9)
+    again.restore(made.snapshot()[0] | {"prompts": {**state["prompts"], "drawn": 0, "loader": {"drawn": 0}}}, [], [])
+    assert numbers(again.take(0)) == [0, 1] and numbers(again.take(0)) == [4, 5]
+
+
 def test_groups_without_the_experts_that_are_to_be_replayed_are_asked_for_again() -> None:
     made = rollouts(Requests(at_once=True), max_staleness=1)
     made.take(0)

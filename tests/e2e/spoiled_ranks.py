@@ -9,6 +9,7 @@ from typing import Any
 
 from openrlhf_ext.cli.train_ppo_ray import main
 from openrlhf_ext.driver import processes
+from openrlhf_ext.driver.rollouts import Rollouts
 from openrlhf_ext.ranks import policy
 
 # Ray sends these classes to the ranks by value: what they change is there, not in the driver.
@@ -30,6 +31,46 @@ class Slow(policy.PolicyActor):
         raise AssertionError("nobody ended this")
 
 
+class NotFinite(policy.PolicyActor):
+    """One number of rank 1's gradient is NaN before the ranks add theirs up, once: in the fourth step, which is told by
+    the version of the weights before it."""
+
+    spoils = True
+
+    def fit(self) -> dict[str, float]:
+        import torch.distributed as dist  # not at the top: the class goes to the ranks by value
+
+        model = self.policy.config
+        reduce = model.finalize_model_grads_func
+
+        def spoiled(*arguments: Any, **options: Any) -> None:
+            buffer = self.policy.models[0].buffers[0]
+            buffer.grad_data[buffer.grad_data.numel() // 2] = float("nan")
+            reduce(*arguments, **options)
+
+        if self.spoils and self.version == 3:
+            self.spoils = False
+            if dist.get_rank() == 1:
+                model.finalize_model_grads_func = spoiled
+        try:
+            return super().fit()
+        finally:
+            model.finalize_model_grads_func = reduce
+
+
+def leave_out(numbers: str) -> None:
+    """The prompts with these numbers, from the beginning."""
+    make = Rollouts.__init__
+
+    def made(self: Rollouts, *arguments: Any, **options: Any) -> None:
+        make(self, *arguments, **options)
+        self.skip(map(int, numbers.split()))
+
+    Rollouts.__init__ = made
+
+
 if __name__ == "__main__":
-    processes.PolicyActor = {"small_gpu": OnSmallGpu, "slow": Slow}[os.environ["SPOILED"]]
+    kinds = {"small_gpu": OnSmallGpu, "slow": Slow, "not_finite": NotFinite, "": policy.PolicyActor}
+    processes.PolicyActor = kinds[os.environ["SPOILED"]]
+    leave_out(os.environ.get("LEFT_OUT", ""))
     sys.exit(main())

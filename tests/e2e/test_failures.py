@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from openrlhf_ext.checkpoints import check_files, read_manifest
+from openrlhf_ext.checkpoints.files import read_plain
 from openrlhf_ext.reporting.lines import read_lines
 from tests.e2e.jobs import ONE_RANK, REWARD, Job, Task
 from tests.patience import SOONER_S, until
@@ -78,6 +79,39 @@ def test_an_engine_killed_in_an_update_changes_no_bit_of_the_run(tmp_path):
     assert all(torch.equal(tensor, policies[1][key]) for key, tensor in policies[0].items())
     for metric in ("reward/mean", "loss/policy", "grad_norm", "entropy/mean", "tokens/generated", "weight_sync/bytes"):
         assert [record[metric] for record in disturbed] == [record[metric] for record in alone]
+
+
+def test_a_gradient_that_is_not_finite_costs_the_steps_since_the_checkpoint_and_its_batch_alone(tmp_path, monkeypatch):
+    """Two data-parallel ranks: what the run goes on with, optimizer and moving average included, is bit for bit that of
+    a run which never met the batch."""
+    task, ends = Task.make(tmp_path, prompts=48), {}
+    options = {
+        "megatron__tensor_parallel_size": 1, "megatron__param_dtype": "bf16", "train__enable_ema": True,
+        "ds__adam_offload": True, "train__full_determinism_enable": True, "train__rollback_on": "nan",
+        "ckpt__save_steps": 2,
+    }  # fmt: skip
+    for name, spoiled in (("rolled_back", "not_finite"), ("left_out", "")):
+        monkeypatch.setenv("SPOILED", spoiled)
+        job = Job(task.options(name, **options), tmp_path / f"{name}.log", module="tests.e2e.spoiled_ranks")
+        assert job.finish() == 0, job.text
+        events = [record for _, record in read_lines(tmp_path / name / "events.jsonl")]
+        if spoiled:
+            (event,) = [event for event in events if event["event"] == "rollback"]
+            assert (event["step"], event["to"], len(event["prompts"]), event["rollbacks"]) == (4, 2, 8, 1)
+            assert event["why"].endswith("= nan"), event
+            monkeypatch.setenv("LEFT_OUT", " ".join(map(str, event["prompts"])))
+        folder = tmp_path / "checkpoints" / name / "global_step4"
+        ends[name] = {e.path: e.sha256 for e in read_manifest(folder).files if e.path.startswith("policy/")}
+        for rank in range(2):  # Python's and NumPy's are others in every process, and nothing draws from them
+            drawn = read_plain(folder / f"policy/rank{rank:05}.json")["torch"]
+            ends[name][f"policy/rank{rank:05}.json"] = drawn.numpy().tobytes()
+        assert [record["step"] for record in task.metrics(name)] == [1, 2, 3, 4, 5], "each step once"
+        assert task.metrics(name)[-1]["groups/dropped_skipped"] == 8
+    assert ends["rolled_back"] == ends["left_out"] and len(ends["left_out"]) >= 6
+    policies = [load_file(tmp_path / name / "model.safetensors") for name in ends]
+    assert all(torch.equal(tensor, policies[1][key]) for key, tensor in policies[0].items())
+    for metric in ("reward/mean", "loss/policy", "grad_norm", "entropy/mean", "weight_sync/version"):
+        assert len({tuple(record[metric] for record in task.metrics(name)) for name in ends}) == 1, metric
 
 
 def test_ctrl_c_leaves_no_process_and_no_half_written_checkpoint(tmp_path, monkeypatch):

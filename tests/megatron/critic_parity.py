@@ -18,9 +18,9 @@ from openrlhf_ext.megatron.critic import MegatronCritic, ValueDecoder, ValueTarg
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.settings import ModelSettings
+from openrlhf_ext.megatron.step import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.batch import SequenceBatch
 from openrlhf_ext.megatron.step.dealing import balance_rows
-from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError
 from openrlhf_ext.options.sections import Critic, CriticAdam, Megatron, Rollout
 from tests.megatron.parity import micro_batches
 from tests.patience import PATIENCE_S

@@ -17,7 +17,7 @@ from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings
-from openrlhf_ext.megatron.step.optimizer import NonFiniteUpdateError
+from openrlhf_ext.megatron.step import NonFiniteUpdateError
 from openrlhf_ext.options.sections import Actor, Adam, Megatron
 from tests.megatron.parity import WeightedLogprob
 from tests.patience import PATIENCE_S

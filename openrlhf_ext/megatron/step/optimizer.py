@@ -15,6 +15,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.step import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.host_optimizer import HostOptimizer
 from openrlhf_ext.options.sections.models import Actor, Megatron, Optimizer
 
@@ -27,10 +28,6 @@ DECAY_STYLES = {
     "constant_with_warmup": "constant",
 }
 GROUPS = ("embedding", "attention", "mlp", "router", "experts", "norms", "head")
-
-
-class NonFiniteUpdateError(FloatingPointError):
-    """The loss or the gradient norm of a train step is NaN or infinite; the step was not applied."""
 
 
 class NoGradientError(RuntimeError):

@@ -17,6 +17,9 @@ class Vllm(Section):
     needs = {"ds.lora.rank | ds.lora.path": ("lora",)}
 
     num_engines: Int = option(1, "vLLM engines; each gets GPUs (CPU: processes) of its own", ge=1, le=2**13)
+    min_engines: Int | None = added(None,
+        "engines that are enough: above, one that died or hangs is not waited for, and a new one joins when there is "
+        "room for it (docs/weight_sync.md)", ge=1, default_text="vllm.num_engines")
     tensor_parallel_size: Int = option(1, "GPUs (CPU: processes) per engine", ge=1)
     sync_backend: Literal["auto", "nccl", "cuda_ipc", "gloo"] = option("auto",
         "what carries weights to the engines: gloo through host memory on every device, nccl between GPUs, cuda_ipc "
@@ -54,12 +57,16 @@ class Vllm(Section):
         "longest wait for processes to be placed and for all engines to be ready, seconds", gt=0)
     max_restarts: Int = added(3,
         "how often in a run engines that died or hang are restarted, their prompts being sampled again; 0 = the run "
-        "stops at the first one", ge=0)
+        "stops at the first one; not counted is what vllm.min_engines does not wait for", ge=0)
     hang_timeout_s: Float = added(300,
         "an engine that does not answer for so long, a weight sync apart, counts as hanging, seconds", gt=0)
 
     def violations(self) -> Iterator[Violation]:
         """A step of an engine has at least one token of every sequence; what is not set gives way to what is."""
+        if self.min_engines is not None and self.min_engines > self.num_engines:
+            yield Violation(("vllm.min_engines", "vllm.num_engines"),
+                f"vllm.min_engines must not exceed vllm.num_engines: got {self.min_engines} and {self.num_engines}; "
+                "lower it, or leave it out")
         if self.enforce_eager and self.max_cudagraph_capture_size is not None:
             yield Violation(("vllm.max_cudagraph_capture_size", "vllm.enforce_eager"),
                 f"vllm.max_cudagraph_capture_size is {self.max_cudagraph_capture_size}, and vllm.enforce_eager "

@@ -40,7 +40,7 @@ class Train(Section):
         "train.async_enable": ("async_queue_size", "partial_rollout_enable"),
         "train.max_staleness | train.async_enable": ("late_groups",),
         "train.enable_ema": ("ema_beta",), "reward.model_name_or_path": ("colocate_critic_reward",),
-        "algo.advantage.estimator=gae": ("colocate_critic_reward",)}
+        "algo.advantage.estimator=gae": ("colocate_critic_reward",), "train.rollback_on": ("spike_factor",)}
 
     colocate_actor_ref: bool = option(False,
         "keep the reference model with the policy's ranks (in their host memory) although ref.num_* is set")
@@ -103,6 +103,11 @@ class Train(Section):
         ge=0)
     corridor: str | None = added(None, CORRIDOR_ABOUT, path="input")
     corridor_action: Literal["warn", "fail"] = added("warn", CORRIDOR_ACTION_ABOUT)
+    rollback_on: tuple[Literal["nan", "spike"], ...] | None = added(None,
+        "the run goes back to its last checkpoint and leaves the prompts out when a step has: nan = a loss or gradient "
+        "that is not finite, spike = see train.spike_factor (docs/checkpoints.md); null = nan ends the run")
+    spike_factor: Float = added(10.0,
+        "a step spikes if its gradient's norm before clipping is above so many times the median of the last 20", gt=1)
 
     def violations(self) -> Iterator[Violation]:
         """What the names for streaming ask for is one thing."""

@@ -420,7 +420,7 @@ def _events(run: Run) -> dict[str, Any]:
     counts: dict[str, int] = {}
     for event in run.events:
         if event["event"] in _COUNTED:
-            for name in ("filtered", "late", "unstarted", "count"):
+            for name in ("filtered", "late", "unstarted", "skipped", "count"):
                 kind = "trained late" if name == "count" else f"dropped, {name}"
                 counts[kind] = counts.get(kind, 0) + event.get(name, 0)
     return {
