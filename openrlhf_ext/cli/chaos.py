@@ -110,7 +110,7 @@ def can_be_repeated(config: RunConfig) -> bool:
     """Whether train.full_determinism_enable promises the same bits (docs/checkpoints.md)."""
     import torch
 
-    return config.max_staleness == 0 and not config.partial_rollouts and not torch.cuda.is_available()
+    return config.max_staleness == 0 and not torch.cuda.is_available()
 
 
 def chosen(available: set[str], only: str | None) -> list[str]:

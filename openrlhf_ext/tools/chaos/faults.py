@@ -195,11 +195,11 @@ def _table() -> Iterator[Fault]:
 FAULTS: Mapping[str, Fault] = {fault.name: fault for fault in _table()}
 
 
-def draw(seed: int, trial: int, names: Sequence[str], steps: int) -> list[Drawn]:
-    """One to three faults of a trial, by step; the same for the same arguments."""
+def draw(seed: int, trial: int, names: Sequence[str], steps: int, most: int = 3) -> list[Drawn]:
+    """One to ``most`` faults of a trial, by step; the same for the same arguments."""
     choose = random.Random(f"{seed}/{trial}")
     found = []
-    for name in choose.sample(sorted(names), min(len(names), choose.randint(1, 3))):
+    for name in choose.sample(sorted(names), min(len(names), choose.randint(1, most))):
         phase = choose.choice(FAULTS[name].phases)
         step = {"start": 0, "end": steps}.get(phase) or choose.randint(0, max(0, steps - 1))
         if phase == "loading":

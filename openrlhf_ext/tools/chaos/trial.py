@@ -39,41 +39,29 @@ class Campaign:
     exact: bool = True
     seconds: float = 0.0
 
-    def start(self, folder: Path, *words: str) -> Run:
-        return Run(self.command(folder, words), folder, self.evaluates_every, self.isolated)
-
     def undisturb(self) -> tuple[float, list[str], int]:
         """Makes the undisturbed run: its seconds, what is wrong with it, its steps."""
         began = time.monotonic()
-        run = self.start(self.undisturbed)
-        status = run.finish(began + _ENDS_S)
-        seconds, left = time.monotonic() - began, run.left()
-        wrong = ([f"exit status {status}:\n{run.log.read_text()[-3000:]}"] if status != 0 else []) + left
-        return seconds, wrong, max((r["step"] for r in read_records(self.undisturbed / "run/metrics.jsonl")), default=0)
+        status, wrong = self._start(self.undisturbed, [], [], began + _ENDS_S, [])
+        wrong += [f"the undisturbed run ended with {status}"] if status else []
+        steps = max((r["step"] for r in read_records(self.undisturbed / "run/metrics.jsonl")), default=0)
+        return time.monotonic() - began, wrong, steps
 
     def trial(self, folder: Path, drawn: Sequence[Drawn], restarts: int) -> dict[str, Any]:
         """Starts the run, does to it what was drawn, goes on until it has ended in order, and judges."""
-        pending, rows, wrong, starts, began = list(drawn), [], [], 0, time.monotonic()
+        pending, rows, wrong, starts, began = list(drawn), list[dict[str, Any]](), list[str](), 0, time.monotonic()
         status: int | None = 1
         while status != 0 and starts < len(drawn) + 2:
-            words = ["--ckpt.load_enable"] if starts else []
-            words += ["--ckpt.fallback_enable"] if starts or restarts else []
-            run = self.start(folder, "--train.max_restarts", str(restarts), *words)
+            words = ["--train.max_restarts", str(restarts)]
+            words += [f"--ckpt.{name}_enable" for name in ("load", "fallback") if starts or (restarts and name != "load")]
             until = time.monotonic() + _ENDS_S + 2 * self.seconds
-            while pending and run.reach(pending[0].phase, pending[0].step, until):
-                rows.append(_inject(run, pending.pop(0)))
-            status, starts = run.finish(until), starts + 1
-            if status is None:
-                wrong.append(f"it did not end within {until - began:.0f} s:\n{run.log.read_text()[-_SAID:]}")
-                run.kill()
-            elif status not in _STATUSES:
-                wrong.append(f"exit status {status}")
-            wrong += [*judge.terminal(run.log.read_text()), *run.left(), *_judge_rows(rows, run, status)]
-        if status != 0:
-            wrong.append(f"it did not end in order after {starts} starts:\n{run.log.read_text()[-_SAID:]}")
-        else:
+            status, found = self._start(folder, words, pending, until, rows)
+            starts, wrong = starts + 1, wrong + found
+        if status == 0:
             exact = self.exact and all(FAULTS[row["fault"]].exact for row in rows)
             wrong += judge.outcome(self.undisturbed, folder, exact)
+        else:
+            wrong.append(f"it did not end in order after {starts} starts")
         wrong += [*judge.files(self.undisturbed, folder), *judge.ledger(folder)]
         self._measure(rows, folder)
         rows += [asdict(missed) | {"missed": "the phase did not come"} for missed in pending]
@@ -81,6 +69,29 @@ class Campaign:
             "faults": rows, "wrong": wrong, "restarts_allowed": restarts, "starts": starts,
             "seconds": time.monotonic() - began, "undisturbed_seconds": self.seconds,
         }  # fmt: skip
+
+    def _start(
+        self, folder: Path, words: Sequence[str], pending: list[Drawn], until: float, rows: list[dict[str, Any]],
+    ) -> tuple[int | None, list[str]]:  # fmt: skip
+        """Starts the run once, and does to it what is ``pending``, of which the ``rows`` tell: its exit status, and
+        what is wrong with that start."""
+        run = Run(self.command(folder, words), folder, self.evaluates_every, self.isolated)
+        try:
+            while pending and run.reach(pending[0].phase, pending[0].step, FAULTS[pending[0].fault].victim, until):
+                rows.append(_inject(run, pending.pop(0)))
+            status = run.finish(until)
+        finally:
+            ended = run.command.poll() is not None
+            if not ended:
+                run.kill()
+            left = run.left()
+        text = run.log.read_text()
+        wrong = [*judge.terminal(text), *left, *_judge_rows(rows, run, status)]
+        if not ended:
+            wrong.append(f"it did not end in time: {text[-_SAID:]}")
+        elif status not in _STATUSES:
+            wrong.append(f"exit status {status}")
+        return status, wrong
 
     def _measure(self, rows: list[dict[str, Any]], folder: Path) -> None:
         """Adds what each fault cost."""

@@ -30,7 +30,7 @@ _CALLS = {
 _MARK = "OPENRLHF_EXT_CHAOS"
 _APART = 'ip link set lo up && mount -t tmpfs -o size=1g shm /dev/shm && exec "$@"'
 _ISOLATE = ["unshare", "--net", "--mount", "--propagation", "private", "sh", "-c", _APART, "sh"]
-_LOOK_S, _GONE_S = 0.2, 40.0
+_LOOK_S, _GONE_S, _NAMED = 0.2, 40.0, 8
 
 
 def abilities() -> set[str]:
@@ -52,7 +52,7 @@ class Run:
     """One start of a command whose run is in ``folder``: ``run``, ``checkpoints``, ``calls``, ``tmp`` and logs."""
 
     def __init__(self, command: Sequence[str], folder: Path, evaluates_every: int, isolated: bool) -> None:
-        self.folder, self._every, self._looked = folder, evaluates_every, 0.0
+        self.folder, self._program, self._every, self._looked = folder, command[0], evaluates_every, 0.0
         self.log = folder / f"log{len(list(folder.glob('log*')))}"
         (folder / "tmp").mkdir(exist_ok=True)
         self._short = Path(tempfile.mkdtemp(prefix="chaos"))  # a socket's name has 107 bytes
@@ -74,15 +74,17 @@ class Run:
         """Finds its processes, a few times a second."""
         if time.monotonic() - self._looked < _LOOK_S or self.command.poll() is not None:
             return
+        if not title(self.command).startswith(self._program):  # it is still being isolated
+            return
         self._looked = time.monotonic()
         with contextlib.suppress(psutil.NoSuchProcess):
             children = self.command.children(recursive=True)
             self.seen |= {self.command, *children}
             titles = {child: title(child) for child in children}
-            drivers = self.kinds.get("driver") or [c for c in self.command.children() if "train_" in titles.get(c, "")]
             self.kinds = {kind: [c for c, t in titles.items() if part in t] for kind, part in KINDS.items()}
-            self.kinds |= {"driver": [c for c in drivers if not _dead(c)], "command": [self.command]}
-            if self._shm < 0 and drivers:
+            drivers = [child for child in self.command.children() if titles.get(child) == title(self.command)]
+            self.kinds |= {"driver": drivers, "command": [self.command]}
+            if self._shm < 0:
                 self._shm = os.open(f"/proc/{self.command.pid}/root/dev/shm", os.O_RDONLY)
 
     @property
@@ -103,14 +105,15 @@ class Run:
         due = not records or ("eval/accuracy" not in records[0] and records[0]["step"] % self._every == 0)
         return "evaluation" if due and self._every > 0 else "sampling"
 
-    def reach(self, phase: str, step: int, until: float) -> bool:
-        """Waits for a phase, at or after a step; whether it came before the run ended, or ``until``."""
+    def reach(self, phase: str, step: int, kind: str, until: float) -> bool:
+        """Waits for a phase, at or after a step, and a process of this kind; whether they came before the run ended, or
+        ``until``."""
         graded = self.graded()
         while self.command.poll() is None and time.monotonic() < until:
             now = self.phase()
             before, graded = graded, self.graded()
             is_now = now == phase or (phase == "grading" and now == "sampling" and graded > before)
-            if is_now and (phase in ("start", "loading") or self.step >= step):
+            if is_now and self.kinds.get(kind) and (phase in ("start", "loading") or self.step >= step):
                 return True
             time.sleep(0.002)
         return False
@@ -145,7 +148,7 @@ class Run:
             os.close(self._shm)
         (self._short / "t").unlink()
         self._short.rmdir()
-        return said + [f"/dev/shm/{name}" for name in shared]
+        return said + ([f"left in /dev/shm: {', '.join(shared[:_NAMED])}"] if shared else [])
 
     def kill(self) -> None:
         """All of its processes at once, as a machine that fails."""
