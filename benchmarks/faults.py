@@ -4,7 +4,7 @@
     python benchmarks/faults.py --work /tmp/faults --only kill_engine --modes streaming
     python benchmarks/record.py --pages                             # the tables of docs/faults.md
 
-Trials are numbered; the number says mode, faults and phases for a seed. Everything is judged as chaos does it (openrlhf_ext/tools/chaos/judge.py).
+Trials are numbered; the number says mode, faults and phases for a seed. They are judged as chaos judges them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import random
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,8 +25,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import record  # noqa: E402
 from openrlhf_ext.cli.chaos import can_be_repeated, chosen, parts_of  # noqa: E402
 from openrlhf_ext.config import load_config  # noqa: E402
-from openrlhf_ext.outputs import write_text  # noqa: E402
-from openrlhf_ext.tools.chaos.faults import FAULTS, draw  # noqa: E402
+from openrlhf_ext.tools.chaos.faults import draw  # noqa: E402
 from openrlhf_ext.tools.chaos.toy import toy  # noqa: E402
 from openrlhf_ext.tools.chaos.trial import Campaign, described, run_command, summary  # noqa: E402
 from openrlhf_ext.tools.chaos.watch import abilities  # noqa: E402

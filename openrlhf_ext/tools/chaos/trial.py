@@ -53,7 +53,8 @@ class Campaign:
         status: int | None = 1
         while status != 0 and starts < len(drawn) + 2:
             words = ["--train.max_restarts", str(restarts)]
-            words += [f"--ckpt.{name}_enable" for name in ("load", "fallback") if starts or (restarts and name != "load")]
+            words += ["--ckpt.load_enable"] if starts else []
+            words += ["--ckpt.fallback_enable"] if starts or restarts else []
             until = time.monotonic() + _ENDS_S + 2 * self.seconds
             status, found = self._start(folder, words, pending, until, rows)
             starts, wrong = starts + 1, wrong + found
