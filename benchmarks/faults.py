@@ -13,12 +13,15 @@ import argparse
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,14 +30,17 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import record  # noqa: E402
 from openrlhf_ext.cli.chaos import can_be_repeated, chosen, parts_of  # noqa: E402
 from openrlhf_ext.config import load_config  # noqa: E402
-from openrlhf_ext.tools.chaos.faults import draw  # noqa: E402
+from openrlhf_ext.tools.chaos.faults import FAULTS, draw  # noqa: E402
 from openrlhf_ext.tools.chaos.toy import toy  # noqa: E402
 from openrlhf_ext.tools.chaos.trial import Campaign, described, run_command, summary  # noqa: E402
-from openrlhf_ext.tools.chaos.watch import abilities  # noqa: E402
+from openrlhf_ext.tools.chaos.watch import PHASES, abilities  # noqa: E402
 
 RESULT = record.RESULTS / "faults_cpu.json"
 _MOST = 4  # faults in a run
 _KEPT_TEXT = 400
+_HELD = ("held", "left")
+RESULTS = ("went on", "engine replaced", "restarted", "ended, resumed", "overtaken by the next")
+_PATH = re.compile(r"/\S*/(?=\S)")
 
 
 def modes(policy: Path) -> dict[str, dict[str, Any]]:
@@ -104,6 +110,88 @@ def _shortened(found: Any) -> Any:
     if isinstance(found, dict):
         return {key: _shortened(value) for key, value in found.items() if key not in ("from", "log", "choice")}
     return [_shortened(value) for value in found] if isinstance(found, list) else found
+
+
+# ---- tables of docs/faults.md ---------------------------------------------------------------------------------------
+
+
+def _rows() -> list[dict[str, Any]]:
+    """Every fault that was injected, with its run's mode and whether the run held."""
+    trials = record.load(RESULT.name)["trials"]
+    return [
+        row | {"mode": trial["mode"], **_held(trial)}
+        for trial in trials for row in trial["faults"] if "missed" not in row
+    ]  # fmt: skip
+
+
+def _held(trial: Mapping[str, Any]) -> dict[str, bool]:
+    """Whether the run held, and whether nothing but temporary files kept it from that."""
+    wrong = trial["wrong"]
+    return {"held": not wrong, "left": bool(wrong) and all(text.startswith("left /") for text in wrong)}
+
+
+def _seconds(rows: Sequence[Mapping[str, Any]], name: str) -> str:
+    found = sorted(row[name] for row in rows if name in row)
+    return f"{median(found):.1f}, {found[-1]:.1f}" if found else "-"
+
+
+def _table(by: str, order: Sequence[str]) -> str:
+    """One line for each value of ``by``: how often, what came of it, in seconds the median and the longest."""
+    groups = defaultdict(list)
+    for row in _rows():
+        groups[row[by]].append(row)
+    columns = (by, "injected", *RESULTS, "runs held", "left files only", "noticed after, s", "next step after, s")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name in sorted(groups, key=lambda name: order.index(name)):
+        rows = groups[name]
+        counts = Counter("ended, resumed" if row["result"].startswith("ended") else row["result"] for row in rows)
+        cells = [name, len(rows), *(counts[kind] for kind in RESULTS), *(sum(row[h] for row in rows) for h in _HELD)]
+        cells += [_seconds(rows, "detected_s"), _seconds(rows, "recovered_s")]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def _modes_table() -> str:
+    columns = ("mode", "runs", "faults", "runs held", "left files only", "effective training time")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    trials = defaultdict(list)
+    for trial in record.load(RESULT.name)["trials"]:
+        trials[trial["mode"]].append(trial)
+    for mode, own in trials.items():
+        said = summary(own)
+        held, left = (sum(_held(trial)[h] for trial in own) for h in _HELD)
+        lines.append(f"| {mode} | {len(own)} | {said['faults']} | {held} | {left} | {said['effective']:.0%} |")
+    return "\n".join(lines)
+
+
+def _failed() -> str:
+    """Every run that did not hold: what was done to it, and what was wrong."""
+    lines = []
+    for trial in record.load(RESULT.name)["trials"]:
+        done = ", ".join(f"{row['fault']} ({row['phase']})" for row in trial["faults"] if "missed" not in row)
+        wrong = sorted({_PATH.sub("...", text.splitlines()[0])[:160] for text in trial["wrong"]})
+        lines += [f"- run {trial['trial']}, {trial['mode']}, {done}: `{'`; `'.join(wrong)}`"] if wrong else []
+    return record.wrapped("\n".join(lines) or "None.")
+
+
+def _about() -> str:
+    found = record.load(RESULT.name)
+    said = summary(found["trials"])
+    held, left = (sum(_held(trial)[h] for trial in found["trials"]) for h in _HELD)
+    return record.wrapped(
+        f"{len(found['trials'])} runs with {said['faults']} faults: {held} runs held, {left} more but for temporary files "
+        f"that they left; effective training time {said['effective']:.0%}. {found['device']}, {found['cores']} cores, "
+        f"which others used too, commit {found['commit']}, seed {found['seed']} (`benchmarks/results/{RESULT.name}`)."
+    )
+
+
+TEXTS = {
+    "about": _about,
+    "by_fault": lambda: _table("fault", list(FAULTS)),
+    "by_phase": lambda: _table("phase", PHASES),
+    "by_mode": _modes_table,
+    "failed": _failed,
+}
 
 
 def main() -> int:

@@ -142,17 +142,18 @@ def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> lis
     """Adds to the faults of this start when the run noticed, and what came of it; returns what it did not say. What
     happens after the next fault counts as that one's."""
     wrong: list[str] = []
-    events = read_records(run.folder / "run/events.jsonl")
+    events, records = (read_records(run.folder / f"run/{name}.jsonl") for name in ("events", "metrics"))
     here = [row for row in rows if row["log"] == run.log.name and "missed" not in row]
     for row, following in zip(here, [*here, None][1:], strict=True):
         ended = following["at"] if following else time.time()
         noticed = [e for e in events if e["event"] in _NOTICED and row["at"] < e["time"] <= ended]
         kinds = {event["event"] for event in noticed}
+        went_on = not following or any(row["at"] < record["time"] <= ended for record in records)
         row["result"] = (
             "restarted" if "restart" in kinds else f"ended with {status}" if status and not following else
-            "engine replaced" if "engine_replaced" in kinds else "went on"
+            "engine replaced" if "engine_replaced" in kinds else "went on" if went_on else "overtaken by the next"
         )  # fmt: skip
-        if row["result"] == "went on":
+        if row["result"] in ("went on", "overtaken by the next"):
             continue
         row["detected_s"] = min([e["time"] for e in noticed], default=ended) - row["at"]
         text = run.log.read_text()[row["from"] : following and following["from"]]
