@@ -179,8 +179,8 @@ def _about() -> str:
     said = summary(found["trials"])
     held, left = (sum(_held(trial)[h] for trial in found["trials"]) for h in _HELD)
     return record.wrapped(
-        f"{len(found['trials'])} runs with {said['faults']} faults: {held} runs held, {left} more but for temporary files "
-        f"that they left; effective training time {said['effective']:.0%}. {found['device']}, {found['cores']} cores, "
+        f"{len(found['trials'])} runs with {said['faults']} faults: {held} runs held, {left} more but for temporary "
+        f"files that they left; effective training time {said['effective']:.0%}. {found['device']}, {found['cores']} cores, "
         f"which others used too, commit {found['commit']}, seed {found['seed']} (`benchmarks/results/{RESULT.name}`)."
     )
 
