@@ -180,8 +180,9 @@ def _about() -> str:
     held, left = (sum(_held(trial)[h] for trial in found["trials"]) for h in _HELD)
     return record.wrapped(
         f"{len(found['trials'])} runs with {said['faults']} faults: {held} runs held, {left} more but for temporary "
-        f"files that they left; effective training time {said['effective']:.0%}. {found['device']}, {found['cores']} cores, "
-        f"which others used too, commit {found['commit']}, seed {found['seed']} (`benchmarks/results/{RESULT.name}`)."
+        f"files that they left; effective training time {said['effective']:.0%}. {found['device']}, {found['cores']} "
+        f"cores, which others used too, commit {found['commit']}, seed {found['seed']} "
+        f"(`benchmarks/results/{RESULT.name}`)."
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from openrlhf_ext.tools.chaos import judge
 from openrlhf_ext.tools.chaos.faults import FAULTS, Drawn, NotThere
+from openrlhf_ext.tools.chaos.reward import Spoiled
 from openrlhf_ext.tools.chaos.watch import Run, read_records
 
 # so that what hangs is noticed soon
@@ -122,8 +123,9 @@ def run_command(words: Sequence[str], reward: str | None, folder: Path, more: Se
     }  # fmt: skip
     if reward is not None:
         given["reward.remote_url"] = folder / "reward.py"
-        spoiled = f"reward_func = Spoiled({reward!r}, {str(folder)!r})"
-        (folder / "reward.py").write_text(f"from openrlhf_ext.tools.chaos.reward import Spoiled\n\n{spoiled}\n")
+        module, name = Spoiled.__module__, Spoiled.__name__
+        made = f"import {module} as chaos\n\nreward_func = chaos.{name}({reward!r}, {str(folder)!r})\n"
+        (folder / "reward.py").write_text(made)
     own = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", *words, *own]
     return [*command, "--train.full_determinism_enable", *more]

@@ -30,7 +30,7 @@ _CALLS = {
 _MARK = "OPENRLHF_EXT_CHAOS"
 _APART = 'ip link set lo up && mount -t tmpfs -o size=1g shm /dev/shm && exec "$@"'
 _ISOLATE = ["unshare", "--net", "--mount", "--propagation", "private", "sh", "-c", _APART, "sh"]
-_LOOK_S, _GONE_S, _NAMED = 0.2, 40.0, 8
+_LOOK_S, _GONE_S, _NAMED = 0.5, 40.0, 8
 
 
 def abilities() -> set[str]:
@@ -71,7 +71,7 @@ class Run:
     # ---- what it does -----------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Finds its processes, a few times a second."""
+        """Finds its processes, twice a second: it takes long where there are many."""
         if time.monotonic() - self._looked < _LOOK_S or self.command.poll() is not None:
             return
         if not title(self.command).startswith(self._program):  # it is still being isolated
@@ -95,7 +95,8 @@ class Run:
     def phase(self) -> str:
         """One of PHASES, without grading."""
         self.look()
-        events = [e["event"] for e in read_records(self.folder / "run/events.jsonl") if e["time"] >= self.began]
+        found = [e for e in read_records(self.folder / "run/events.jsonl") if e["time"] >= self.began]
+        events, due_steps = [e["event"] for e in found], [e["steps"] for e in found if e["event"] == "ready"]
         calls = {_CALLS.get(title(rank).rpartition(".")[2].strip()) for rank in self.kinds.get("rank", ())} - {None}
         if "loading" in calls or "ready" not in events or events[-1] in ("failure", "restart"):
             return "loading" if "loading" in calls else "start"
@@ -103,7 +104,9 @@ class Run:
             return str(min(calls, key=lambda call: PHASES.index(str(call))))
         records = read_records(self.folder / "run/metrics.jsonl")[-1:]
         due = not records or ("eval/accuracy" not in records[0] and records[0]["step"] % self._every == 0)
-        return "evaluation" if due and self._every > 0 else "sampling"
+        if due and self._every > 0:
+            return "evaluation"
+        return "end" if records and records[0]["step"] >= due_steps[-1] else "sampling"
 
     def reach(self, phase: str, step: int, kind: str, until: float) -> bool:
         """Waits for a phase, at or after a step, and a process of this kind; whether they came before the run ended, or

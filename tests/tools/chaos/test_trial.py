@@ -29,7 +29,7 @@ def ended(*_):
     sys.exit(143)
 signal.signal(signal.SIGTERM, ended)
 done = len(metrics.read_text().splitlines()) if "--ckpt.load_enable" in words else 0
-note(events, event="ready")
+note(events, event="ready", steps=6)
 for step in range(done + (spoiled != "doubled" or not done), 7):
     time.sleep(0.05)
     note(metrics, step=step)

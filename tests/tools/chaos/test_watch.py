@@ -48,7 +48,7 @@ def test_phases_are_read_from_titles_events_and_records(tmp_path, monkeypatch):
     run = started(tmp_path / "it", RUN)
     until(lambda: "begun" in run.log.read_text(), "the run")
     assert run.phase() == "start" and len(run.kinds["rank"]) == 1
-    ready = {"event": "ready", "time": time.time()}
+    ready = {"event": "ready", "time": time.time(), "steps": 3}
     write(run.folder, "events.jsonl", ready | {"time": run.began - 1})
     assert run.phase() == "start", "that was an earlier start"
     write(run.folder, "events.jsonl", ready)
@@ -57,6 +57,9 @@ def test_phases_are_read_from_titles_events_and_records(tmp_path, monkeypatch):
     assert (run.phase(), run.step) == ("sampling", 1)
     write(run.folder, "metrics.jsonl", {"step": 1}, {"step": 2})
     assert run.phase() == "evaluation"
+    write(run.folder, "metrics.jsonl", {"step": 2}, {"step": 3})
+    assert run.phase() == "end"
+    write(run.folder, "metrics.jsonl", {"step": 1}, {"step": 2})
     for call, phase in {"fit": "training", "send_weights": "sync", "save_state": "saving", "save_model": "end"}.items():
         monkeypatch.setattr(watch, "title", lambda process, call=call: titled(run, process, call))
         assert run.phase() == phase
