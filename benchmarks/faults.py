@@ -15,6 +15,7 @@ import itertools
 import json
 import re
 import shutil
+import signal
 import sys
 import time
 from collections import Counter, defaultdict
@@ -125,9 +126,8 @@ def _rows() -> list[dict[str, Any]]:
 
 
 def _held(trial: Mapping[str, Any]) -> dict[str, bool]:
-    """Whether the run held, and whether nothing but temporary files kept it from that."""
-    wrong = trial["wrong"]
-    return {"held": not wrong, "left": bool(wrong) and all(text.startswith("left /") for text in wrong)}
+    """Whether the run held, and whether it left temporary files."""
+    return {"held": not trial["wrong"], "left": bool(trial["left"])}
 
 
 def _seconds(rows: Sequence[Mapping[str, Any]], name: str) -> str:
@@ -140,7 +140,7 @@ def _table(by: str, order: Sequence[str]) -> str:
     groups = defaultdict(list)
     for row in _rows():
         groups[row[by]].append(row)
-    columns = (by, "injected", *RESULTS, "runs held", "left files only", "noticed after, s", "next step after, s")
+    columns = (by, "injected", *RESULTS, "runs held", "files left", "noticed after, s", "next step after, s")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name in sorted(groups, key=lambda name: order.index(name)):
         rows = groups[name]
@@ -152,7 +152,7 @@ def _table(by: str, order: Sequence[str]) -> str:
 
 
 def _modes_table() -> str:
-    columns = ("mode", "runs", "faults", "runs held", "left files only", "effective training time")
+    columns = ("mode", "runs", "faults", "runs held", "files left", "effective training time")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     trials = defaultdict(list)
     for trial in record.load(RESULT.name)["trials"]:
@@ -179,8 +179,8 @@ def _about() -> str:
     said = summary(found["trials"])
     held, left = (sum(_held(trial)[h] for trial in found["trials"]) for h in _HELD)
     return record.wrapped(
-        f"{len(found['trials'])} runs with {said['faults']} faults: {held} runs held, {left} more but for temporary "
-        f"files that they left; effective training time {said['effective']:.0%}. {found['device']}, {found['cores']} "
+        f"{len(found['trials'])} runs with {said['faults']} faults: {held} runs held, {left} left temporary files; "
+        f"effective training time {said['effective']:.0%}. {found['device']}, {found['cores']} "
         f"cores, which others used too, commit {found['commit']}, seed {found['seed']} "
         f"(`benchmarks/results/{RESULT.name}`)."
     )
@@ -204,6 +204,7 @@ def main() -> int:
     parser.add_argument("--modes", default="", help="names of modes, with commas")
     parser.add_argument("--result", type=Path, default=RESULT)
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends what it has started
     began, available = time.monotonic(), abilities()
     asked.work.mkdir(parents=True, exist_ok=True)
     found = json.loads(asked.result.read_text()) if asked.result.exists() else {"trials": []}

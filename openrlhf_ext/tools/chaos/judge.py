@@ -19,7 +19,6 @@ EXACT = (
     "grad_norm", "entropy/mean", "eval/accuracy", "eval/reward_mean", "loss/sft", "eval/loss",
 )  # fmt: skip
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)(?s:.{0,1500})")
-_KEPT = {"ray", "vllm_dist_N"}  # Ray's logs; a store of vLLM's, which some undisturbed runs leave and some do not
 _NUMBER = re.compile(r"[0-9a-f]{6,}|\d+")
 
 
@@ -51,9 +50,10 @@ def terminal(text: str) -> list[str]:
 
 
 def files(undisturbed: Path, folder: Path) -> list[str]:
-    """Temporary files that are left and of whose kind an undisturbed run leaves none."""
-    known = {_NUMBER.sub("N", path.name) for path in (undisturbed / "tmp").glob("*")} | _KEPT
-    return [f"left {path}" for path in (folder / "tmp").glob("*") if _NUMBER.sub("N", path.name) not in known]
+    """Names of the temporary files that are left, other than Ray's logs, and other than those of the undisturbed run:
+    what a process had when it was killed."""
+    known = {_NUMBER.sub("N", path.name) for path in (undisturbed / "tmp").glob("*")} | {"ray"}
+    return sorted(path.name for path in (folder / "tmp").glob("*") if _NUMBER.sub("N", path.name) not in known)
 
 
 def ledger(folder: Path) -> list[str]:

@@ -64,12 +64,12 @@ class Campaign:
             wrong += judge.outcome(self.undisturbed, folder, exact)
         else:
             wrong.append(f"it did not end in order after {starts} starts")
-        wrong += [*judge.files(self.undisturbed, folder), *judge.ledger(folder)]
+        wrong += judge.ledger(folder)
         self._measure(rows, folder)
         rows += [asdict(missed) | {"missed": "the phase did not come"} for missed in pending]
         return {
-            "faults": rows, "wrong": wrong, "restarts_allowed": restarts, "starts": starts,
-            "seconds": time.monotonic() - began, "undisturbed_seconds": self.seconds,
+            "faults": rows, "wrong": wrong, "left": judge.files(self.undisturbed, folder),
+            "restarts_allowed": restarts, "starts": starts, "seconds": time.monotonic() - began, "undisturbed_seconds": self.seconds,
         }  # fmt: skip
 
     def _start(
@@ -159,7 +159,7 @@ def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> lis
             continue
         row["detected_s"] = min([e["time"] for e in noticed], default=ended) - row["at"]
         text = run.log.read_text()[row["from"] : following and following["from"]]
-        row["said"] = next(iter(re.findall(r"(?:failed:\n|replac|SIG\w+: ).{0,300}", text)), "")
+        row["said"] = next(iter(re.findall(r"(?:failed:\n|replac|SIG\w+: )(?s:.{0,500})", text)), "")
         if row["detected_s"] > _NOTICED_S:
             wrong.append(f"{row['fault']} was noticed after {row['detected_s']:.0f} s")
         if not re.search(FAULTS[row["fault"]].names, text):
@@ -188,6 +188,7 @@ def described(trial: Mapping[str, Any]) -> list[str]:
         again = [f"{row['samples_again']} samples again"] if row.get("samples_again") else []
         said = row.get("missed") or ", ".join([row["result"], *times, *again])
         lines.append(f"{row['fault']:<24} {row['phase']:<11} step {row['step']:<4} {said}")
+    lines += [f"  left in TMPDIR: {', '.join(trial['left'])}"] if trial["left"] else []
     return lines + [f"  DID NOT HOLD: {wrong}" for wrong in trial["wrong"]]
 
 

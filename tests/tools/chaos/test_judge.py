@@ -66,19 +66,20 @@ def test_files_of_a_kind_that_no_undisturbed_run_leaves_are_said(tmp_path, whole
     got = made(tmp_path / "got")
     for name in ("socket_9f8e7d6c", "half_written"):
         (got / "tmp" / name).touch()
-    assert judge.files(whole, got) == [f"left {got}/tmp/half_written"]
+    assert judge.files(whole, got) == ["half_written"]
 
 
 def test_lines_and_summary_say_what_did_not_hold():
     row = {"fault": "kill_rank", "phase": "sync", "step": 2, "result": "restarted", "detected_s": 1.25,
            "recovered_s": 20.0, "samples_again": 32}  # fmt: skip
     missed = {"fault": "kill_critic", "phase": "end", "step": 6, "missed": "the phase did not come"}
-    good = {"faults": [row, missed], "wrong": [], "seconds": 60.0, "undisturbed_seconds": 20.0}
-    bad = {"faults": [row], "wrong": ["a step is lost"], "seconds": 20.0, "undisturbed_seconds": 20.0}
-    first, second, third = described(good | {"wrong": ["a step is lost"]})
+    good = {"faults": [row, missed], "wrong": [], "left": ["socket"], "seconds": 60.0, "undisturbed_seconds": 20.0}
+    bad = {"faults": [row], "wrong": ["a step is lost"], "left": [], "seconds": 20.0, "undisturbed_seconds": 20.0}
+    first, second, left, third = described(good | {"wrong": ["a step is lost"]})
     assert first.split(None, 2)[:2] == ["kill_rank", "sync"]
     assert first.endswith("restarted, detected 1.2 s, recovered 20.0 s, 32 samples again")
-    assert second.endswith("the phase did not come") and third == "  DID NOT HOLD: a step is lost"
+    assert second.endswith("the phase did not come") and left == "  left in TMPDIR: socket"
+    assert third == "  DID NOT HOLD: a step is lost"
     assert summary([good]) == {
         "held": True, "faults": 1, "effective": 1 / 3,
         "sentence": "1 of 1 runs with 1 faults held; effective training time 33%",
