@@ -95,7 +95,7 @@ def test_all_faults_are_listed_with_what_they_need(capsys):
 
 @pytest.mark.e2e
 def test_the_toy_holds_against_an_engine_that_dies_and_a_rank_that_hangs(tmp_path):
-    """The command as a user types it; the engine is replaced, the rank named, and the bits are the undisturbed run's."""
+    """The command as a user types it; the engine is replaced, the rank named, the bits are the undisturbed run's."""
     command = ["chaos", "--minutes", "1", "--seed", "518", "--only", "kill_engine,stop_rank"]
     done = subprocess.run(
         [sys.executable, "-m", "openrlhf_ext", *command, "--output", str(tmp_path / "out")],

@@ -69,7 +69,8 @@ class Campaign:
         rows += [asdict(missed) | {"missed": "the phase did not come"} for missed in pending]
         return {
             "faults": rows, "wrong": wrong, "left": judge.files(self.undisturbed, folder),
-            "restarts_allowed": restarts, "starts": starts, "seconds": time.monotonic() - began, "undisturbed_seconds": self.seconds,
+            "restarts_allowed": restarts, "starts": starts, "seconds": time.monotonic() - began,
+            "undisturbed_seconds": self.seconds,
         }  # fmt: skip
 
     def _start(
