@@ -1,4 +1,4 @@
-"""Faults in every mode of a run: what `openrlhf-ext chaos` does to the toy, in each of them.
+"""Faults in every mode of a run: what `openrlhf-ext chaos` does to the toy, and faults from inside.
 
     python benchmarks/faults.py --work /tmp/faults --minutes 60     # goes on where it stopped; a record after each run
     python benchmarks/faults.py --work /tmp/faults --only kill_engine --modes streaming
@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import re
 import shutil
 import signal
@@ -31,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import record  # noqa: E402
 from openrlhf_ext.cli.chaos import can_be_repeated, chosen, parts_of  # noqa: E402
 from openrlhf_ext.config import load_config  # noqa: E402
-from openrlhf_ext.tools.chaos.faults import FAULTS, draw  # noqa: E402
+from openrlhf_ext.tools.chaos.faults import FAULTS, Fault, ask, draw  # noqa: E402
 from openrlhf_ext.tools.chaos.toy import toy  # noqa: E402
 from openrlhf_ext.tools.chaos.trial import Campaign, described, run_command, summary  # noqa: E402
 from openrlhf_ext.tools.chaos.watch import PHASES, abilities  # noqa: E402
@@ -65,6 +66,25 @@ def modes(policy: Path) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
+def register_inside() -> None:
+    """Adds the faults that benchmarks/faults_inside.py does: what it is, in which phase it is asked for, how an error
+    names it."""
+    for name, about, phase, names in (
+        ("inside_exit_update", "a rank exits in an update, while others wait for it", "sampling", "rank|policy"),
+        ("inside_exit_send", "a rank exits when weights are to be sent", "training", "rank|policy"),
+        ("inside_nan_gradient", "one rank's gradient of a parameter is NaN", "sampling", "not finite"),
+        ("inside_nan_logprob", "an engine's log-prob is NaN", "training", "finite|nan|log-prob"),
+        ("inside_exit_receive", "an engine exits when weights come", "training", "engine"),
+    ):
+        exact = name != "inside_nan_logprob"
+        FAULTS[name] = Fault(name, about, partial(ask, name), names=names, exact=exact, phases=(phase,))
+
+
+def _command(words: Sequence[str], reward: str, folder: Path, more: Sequence[str]) -> list[str]:
+    python, _, _, *rest = run_command(words, reward, folder, more)
+    return [python, "-m", "benchmarks.faults_inside", *rest]
+
+
 class Mode:
     """Of the campaign; its undisturbed run is made once in ``work`` and kept."""
 
@@ -77,7 +97,7 @@ class Mode:
         config = load_config(words)
         self.name, self._folder = name, work / name
         self._folder.mkdir(exist_ok=True)
-        command = partial(run_command, words, str(toy_folder / "reward.py"))
+        command = partial(_command, words, str(toy_folder / "reward.py"))
         self.campaign = Campaign(
             command, self._folder / "undisturbed", config.eval.steps, "root" in available, can_be_repeated(config)
         )
@@ -151,6 +171,11 @@ def _table(by: str, order: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def _in_order() -> list[str]:
+    register_inside()
+    return list(FAULTS)
+
+
 def _modes_table() -> str:
     columns = ("mode", "runs", "faults", "runs held", "files left", "effective training time")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
@@ -188,7 +213,7 @@ def _about() -> str:
 
 TEXTS = {
     "about": _about,
-    "by_fault": lambda: _table("fault", list(FAULTS)),
+    "by_fault": lambda: _table("fault", _in_order()),
     "by_phase": lambda: _table("phase", PHASES),
     "by_mode": _modes_table,
     "failed": _failed,
@@ -204,6 +229,8 @@ def main() -> int:
     parser.add_argument("--modes", default="", help="names of modes, with commas")
     parser.add_argument("--result", type=Path, default=RESULT)
     asked = parser.parse_args()
+    register_inside()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends what it has started
     began, available = time.monotonic(), abilities()
     asked.work.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,7 +123,8 @@ def _inside(script: str, undo: str, run: Run, _: psutil.Process) -> None:
             raise NotThere(done.stderr.strip())
 
 
-def _ask(misdeed: str, run: Run, _: psutil.Process) -> None:
+def ask(misdeed: str, run: Run, _: psutil.Process) -> None:
+    """Code inside of the run that looks for this file does it."""
     (run.folder / misdeed).touch()
 
 
@@ -188,11 +189,11 @@ def _table() -> Iterator[Fault]:
         yield Fault(f"network_{how}", f"the network between the run's processes {about}",
                     partial(_inside, script, undo), "command", "Ray|rank|engine", needs, phases=_RUNNING)  # fmt: skip
     for misdeed in MISDEEDS:
-        yield Fault(f"reward_{misdeed}", f"the reward function {misdeed}, once", partial(_ask, misdeed), names="reward",
+        yield Fault(f"reward_{misdeed}", f"the reward function {misdeed}, once", partial(ask, misdeed), names="reward",
                     needs="reward", exact=misdeed in ("forks", "prints"), phases=("sampling",))  # fmt: skip
 
 
-FAULTS: Mapping[str, Fault] = {fault.name: fault for fault in _table()}
+FAULTS: dict[str, Fault] = {fault.name: fault for fault in _table()}
 
 
 def draw(seed: int, trial: int, names: Sequence[str], steps: int, most: int = 3) -> list[Drawn]:

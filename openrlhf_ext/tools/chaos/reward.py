@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import sys
@@ -28,6 +29,7 @@ MISDEEDS: Mapping[str, Callable[[], Any]] = {
     "forks": _fork,
     "fills": lambda: bytearray(1 << 45),
     "prints": lambda: sys.stdout.write("chaos " * (1 << 20)),
+    "nan": lambda: {"rewards": math.nan, "scores": 0.0},
     "closes": lambda: os.closerange(0, 1 << 10),
 }
 
@@ -46,5 +48,6 @@ class Spoiled:
                 (self._folder / name).unlink()  # of several workers one gets it
             except FileNotFoundError:
                 continue
-            misdeed()
+            if isinstance(answer := misdeed(), dict):
+                return answer
         return call_reward(self._grade, queries[0], prompts[0], labels[0], completions[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import signal
 import subprocess
@@ -120,8 +121,10 @@ def test_a_reward_function_is_counted_and_misbehaves_once(tmp_path):
     Drawn("reward_raises", "sampling", 1, 0.0).inject(run_of(tmp_path, command=[psutil.Process()]))
     with pytest.raises(RuntimeError, match="chaos raised this"):
         spoiled(["ab"], ["a"], [""])
+    (tmp_path / "nan").touch()
+    assert math.isnan(spoiled(["ab"], ["a"], [""])["rewards"])
     assert spoiled(["ab"], ["a"], [""])["rewards"] == 2
-    assert (tmp_path / "calls").stat().st_size == 16
+    assert (tmp_path / "calls").stat().st_size == 24
     with contextlib.suppress(FileNotFoundError):
         (tmp_path / "raises").unlink()
         pytest.fail("it would misbehave again")
