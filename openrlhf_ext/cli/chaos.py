@@ -3,7 +3,7 @@
 Makes the run once, then again and again with faults that the seed draws, each in a phase of its own: processes that
 die, stop or run out of memory, full disks, damaged checkpoints, reward functions that misbehave, a network that is cut.
 What held is on the terminal and in FOLDER/chaos.json (docs/faults.md). Everything is written below FOLDER; without
-RUN.yaml the run is a toy. Exit status: 0 if everything held, 1 if not, 2 for wrong input.
+RUN.yaml the run is a toy. Exit status: 0 if everything held, 1 if not, 2 for wrong input, 130 if it was interrupted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     url = str(config.reward.remote_url)
     command = partial(run_command, words, str(Path(url).absolute()) if url.endswith(".py") else None)
     campaign = Campaign(command, output / "undisturbed", config.eval.steps, "root" in can, can_be_repeated(config))
-    return make_all(campaign, names, asked.seed, 60.0 * asked.minutes, output)
+    try:
+        return make_all(campaign, names, asked.seed, 60.0 * asked.minutes, output)
+    except KeyboardInterrupt:
+        print(f"chaos: interrupted; what was found so far: {output / 'chaos.json'}", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -134,7 +138,7 @@ def make_all(campaign: Campaign, names: Sequence[str], seed: int, seconds: float
     usual_s, wrong, steps = campaign.undisturb()
     campaign, trials = dataclasses.replace(campaign, seconds=usual_s), list[dict[str, Any]]()
     show(f"undisturbed: {usual_s:.0f} s, {steps} steps; seed {seed}, {len(names)} faults to draw from")
-    while not wrong and time.monotonic() - began < seconds:
+    while not wrong and (not trials or time.monotonic() - began < seconds):
         number = len(trials)
         drawn = draw(seed, number, names, steps)
         trials.append(campaign.trial(output / f"trial{number}", drawn, restarts=number % 2))

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -91,6 +92,33 @@ def test_all_faults_are_listed_with_what_they_need(capsys):
     assert main(["--list"]) == 0
     lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert lines.keys() == chaos.FAULTS.keys() and lines["network_slow"].startswith("netem")
+
+
+class Made:
+    """A campaign whose runs take no time; what is wrong with each."""
+
+    def __init__(self, *wrong: list[str]) -> None:
+        self._wrong, self.drawn = iter(wrong), []
+
+    def undisturb(self) -> tuple[float, list[str], int]:
+        return 3.0, next(self._wrong), 6
+
+    def trial(self, folder: Path, drawn: list[Any], restarts: int) -> dict[str, Any]:
+        self.drawn.append((folder.name, restarts, drawn))
+        return {"faults": [], "wrong": next(self._wrong), "left": [], "seconds": 6.0, "undisturbed_seconds": 3.0}
+
+
+def test_status_and_page_say_whether_all_held(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(chaos.dataclasses, "replace", lambda campaign, **_: campaign)
+    held, failed = Made([], []), Made([], ["a step is lost"])
+    assert chaos.make_all(held, ["kill_rank"], 3, 0.0, tmp_path) == 0
+    assert held.drawn[0][:2] == ("trial0", 0), "one at least, however little time there is"
+    assert json.loads((tmp_path / "chaos.json").read_text())["effective"] == 0.5
+    assert chaos.make_all(failed, ["kill_rank"], 3, 0.0, tmp_path) == 1 and failed.drawn == held.drawn
+    assert not json.loads((tmp_path / "chaos.json").read_text())["held"]
+    assert chaos.make_all(Made(["no model"]), ["kill_rank"], 3, 0.0, tmp_path) == 1
+    said = capsys.readouterr().out
+    assert "1 of 1 runs" in said and "DID NOT HOLD: a step is lost" in said and f"no model ({tmp_path})" in said
 
 
 @pytest.mark.e2e
