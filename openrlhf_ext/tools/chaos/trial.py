@@ -159,7 +159,7 @@ def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> lis
         if row["result"] in ("went on", "overtaken by the next"):
             continue
         row["detected_s"] = min([e["time"] for e in noticed], default=ended) - row["at"]
-        text = run.log.read_text()[row["from"] : following and following["from"]]
+        text = run.log.read_text()[row["from"] : following["from"] if following else None]
         row["said"] = next(iter(re.findall(r"(?:failed:\n|replac|SIG\w+: )(?s:.{0,500})", text)), "")
         if row["detected_s"] > _NOTICED_S:
             wrong.append(f"{row['fault']} was noticed after {row['detected_s']:.0f} s")
