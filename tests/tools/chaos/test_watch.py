@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from openrlhf_ext.tools.chaos import watch
+from openrlhf_ext.tools.chaos.faults import Drawn
 from openrlhf_ext.tools.chaos.watch import Run
 from tests.patience import PATIENCE_S, until
 
@@ -99,3 +100,53 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path, text):
     (tmp_path / "metrics.jsonl").write_text(text)
     assert [record["step"] for record in watch.read_records(tmp_path / "metrics.jsonl")] == [1] * bool(text)
     assert watch.read_records(tmp_path / "none") == []
+
+
+# says what it can do: write to its checkpoints, write to /dev/shm, reach itself
+ISOLATED = """
+import json, pathlib, socket, sys, time
+folder = pathlib.Path(sys.argv[1])
+(folder / "checkpoints").mkdir()
+server = socket.create_server(("127.0.0.1", 0), backlog=1000)
+def can(what):
+    try:
+        what()
+        return True
+    except OSError:
+        return False
+while not (folder / "end").exists():
+    told = {
+        "save": can(lambda: (folder / "checkpoints/file").write_text("x")),
+        "share": can(lambda: open("/dev/shm/own", "ab", 0).write(bytes(1 << 13))),
+        "reach": can(lambda: socket.create_connection(server.getsockname(), timeout=0.2).close()),
+    }
+    (folder / "told.new").write_text(json.dumps(told))
+    (folder / "told.new").rename(folder / "told")
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.skipif("root" not in watch.abilities(), reason="needs root: a network and a /dev/shm of a run's own")
+def test_what_needs_root_is_done_to_the_run_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("openrlhf_ext.tools.chaos.faults._PAUSE_S", 1.0)
+    folder = tmp_path / "it"
+    folder.mkdir()
+    run = Run([sys.executable, "-c", ISOLATED, str(folder)], folder, evaluates_every=-1, isolated=True)
+
+    def can(**expected: bool) -> None:
+        until(lambda: (folder / "told").exists() and expected.items() <= told().items(), str(expected))
+
+    def told() -> dict[str, bool]:
+        return json.loads((folder / "told").read_text())
+
+    can(save=True, share=True, reach=True)
+    until(lambda: run.look() or run.kinds.get("command"), "its processes")
+    Drawn("network_gap", "sampling", 0, 0.0).inject(run)
+    can(reach=True)
+    for fault, lost in {"checkpoints_read_only": "save", "shm_full": "share", "network_cut": "reach"}.items():
+        Drawn(fault, "sampling", 0, 0.0).inject(run)
+        can(**{lost: False})
+    (tmp_path / "it/checkpoints/file").write_text("outside it is as it was")
+    (folder / "end").touch()
+    assert run.finish(time.monotonic() + PATIENCE_S) == 0
+    assert run.left() == ["left in /dev/shm: full, own"]
