@@ -135,6 +135,7 @@ def test_the_toy_holds_against_an_engine_that_dies_and_a_rank_that_hangs(tmp_pat
     killed, stopped = found["trials"][0]["faults"]
     assert (killed["fault"], killed["phase"], killed["result"]) == ("kill_engine", "sampling", "engine replaced")
     assert (stopped["fault"], stopped["phase"], stopped["result"]) == ("stop_rank", "training", "ended with 1")
-    assert re.search(r"rank \d waited in vain in '.+'(?s:.+)\nNot answering: rank \d\.\n", stopped["said"]), stopped
+    text = (tmp_path / "out/trial0" / stopped["log"]).read_text()
+    assert re.search(r"rank \d waited in vain in '.+'(?s:.+)\nNot answering: rank \d\.\n", text), text
     assert 15 < stopped["detected_s"] < 100 and stopped["samples_again"] >= 0
     assert "1 of 1 runs with 2 faults held" in done.stdout or len(found["trials"]) > 1

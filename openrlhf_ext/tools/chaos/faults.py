@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from openrlhf_ext.tools.chaos.reward import MISDEEDS
-from openrlhf_ext.tools.chaos.watch import PHASES, Run
+from openrlhf_ext.tools.chaos.watch import FILLER, PHASES, Run
 
 _PAUSE_S, _ROOM, _SOME_BYTES = 4.0, 16 << 20, 4096
 _EVERYWHERE = tuple(phase for phase in PHASES if phase != "loading")
@@ -182,7 +182,8 @@ def _table() -> Iterator[Fault]:
     read_only = 'cd "$1/checkpoints" && mount --bind . . && mount -o remount,bind,ro "$1/checkpoints"'
     yield Fault("checkpoints_read_only", "the folder of checkpoints is mounted for reading only",
                 partial(_inside, read_only, ""), names="Read-only", needs="root", phases=_RUNNING)  # fmt: skip
-    yield Fault("shm_full", "/dev/shm is full", partial(_inside, "head -c 2G /dev/zero > /dev/shm/full || true", ""),
+    fill = f"head -c 2G /dev/zero > /dev/shm/{FILLER} || true"
+    yield Fault("shm_full", "/dev/shm is full", partial(_inside, fill, ""),
                 needs="root", names="shm|space")  # fmt: skip
     for how, (script, undo, about) in _NETWORK.items():
         needs = "netem" if "netem" in script else "root"

@@ -28,6 +28,7 @@ _CALLS = {
     "save_state": "saving", "save_model": "end",
 }  # fmt: skip
 _MARK = "OPENRLHF_EXT_CHAOS"
+FILLER = "chaos_filler"  # of a /dev/shm that is made full
 _APART = 'ip link set lo up && mount -t tmpfs -o size=1g shm /dev/shm && exec "$@"'
 _ISOLATE = ["unshare", "--net", "--mount", "--propagation", "private", "sh", "-c", _APART, "sh"]
 _LOOK_S, _GONE_S, _NAMED = 0.5, 40.0, 8
@@ -146,7 +147,7 @@ class Run:
         for process in living:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        shared = sorted(set(os.listdir(self._shm)) - self._shm_before) if self._shm >= 0 else []
+        shared = sorted({*os.listdir(self._shm)} - self._shm_before - {FILLER}) if self._shm >= 0 else []
         if self._shm >= 0:
             os.close(self._shm)
         (self._short / "t").unlink()
