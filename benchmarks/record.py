@@ -47,6 +47,10 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "engine_entropies_cpu.json": (
         "openrlhf_ext/algorithms", "openrlhf_ext/rollout/worker_extension.py", "examples/python/gym_task.py",
     ),
+    "faults_cpu.json": (
+        "openrlhf_ext/tools/chaos", "openrlhf_ext/driver/guard.py", "openrlhf_ext/driver/engines.py",
+        "openrlhf_ext/run/checkpoints.py",
+    ),
     "fp8_learning_cpu.json": (
         *_TOY, "openrlhf_ext/fp8", "openrlhf_ext/megatron/layers", "openrlhf_ext/rollout/worker_extension.py",
     ),

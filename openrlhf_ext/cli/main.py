@@ -27,6 +27,7 @@ _COMMANDS = {
     "report": ("report", "one HTML page about one run or several"),
     "explain": ("explain", "what a method does to the tokens of a group of completions"),
     "convert": ("convert", "prove that a Hugging Face checkpoint goes in and out of the policy unchanged"),
+    "chaos": ("chaos", "do faults to a run, drawn from a seed, and say which of them it holds against"),
     "doctor": ("doctor", "whether this machine can run openrlhf_ext; with --cluster the nodes of a Ray cluster"),
 }
 

@@ -49,16 +49,6 @@ def test_a_failing_reward_function_stops_the_run_with_prompt_and_completion(tmp_
     assert last["event"] == "failure" and "ZeroDivisionError: no grade" in last["error"]
 
 
-def test_a_rank_that_hangs_ends_the_job_and_is_named(task, tmp_path):
-    job = Job(task.options(tmp_path.name, megatron__collective_timeout_s=10), tmp_path / "log")
-    job.wait_for(FIRST_STEP)
-    job.kill("ray::PolicyActor", signal.SIGSTOP)
-    assert job.finish(SOONER_S) == 1
-    found = re.search(r"rank (\d) waited in vain in '.+'(?s:.+)\nNot answering: rank (\d)\.\n", job.text)
-    assert found and {found[1], found[2]} == {"0", "1"}, job.text
-    assert f"rank {found[2]}: its process is stopped or blocked" in job.text, job.text
-
-
 def test_an_engine_killed_in_an_update_changes_no_bit_of_the_run(tmp_path):
     """Two data-parallel ranks send; the engine has a bucket of each when it dies."""
     task = Task.make(tmp_path)

@@ -1,0 +1,203 @@
+"""One undisturbed run, then runs with faults, each held against it."""
+
+from __future__ import annotations
+
+import re
+import struct
+import sys
+import time
+from bisect import bisect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from openrlhf_ext.tools.chaos import judge
+from openrlhf_ext.tools.chaos.faults import FAULTS, Drawn, NotThere
+from openrlhf_ext.tools.chaos.reward import Spoiled
+from openrlhf_ext.tools.chaos.watch import Run, read_records
+
+# so that what hangs is noticed soon
+DEADLINES = {
+    "vllm.hang_timeout_s": 15, "vllm.start_timeout_s": 120, "weight_sync.timeout_s": 15, "reward.timeout_s": 20,
+    "megatron.collective_timeout_s": 20, "megatron.start_timeout_s": 120, "train.step_timeout_s": 60,
+}  # fmt: skip
+_NOTICED_S, _ENDS_S = 200.0, 420.0
+_NOTICED = ("failure", "interrupted", "engine_replaced", "restart")
+_STATUSES = {0, 1, 129, 130, 137, 143, -1, -2, -9, -15}
+_SAID = 300
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """``command``: of folder and extra words the command of a run there; ``undisturbed``: the folder of the run that
+    nothing happened to, ``seconds`` long; ``exact``: whether the run's mode can be repeated to the last bit."""
+
+    command: Callable[[Path, Sequence[str]], list[str]]
+    undisturbed: Path
+    evaluates_every: int = -1
+    isolated: bool = False
+    exact: bool = True
+    seconds: float = 0.0
+
+    def undisturb(self) -> tuple[float, list[str], int]:
+        """Makes the undisturbed run: its seconds, what is wrong with it, its steps."""
+        began = time.monotonic()
+        status, wrong = self._start(self.undisturbed, [], [], began + _ENDS_S, [])
+        wrong += [f"the undisturbed run ended with {status}"] if status else []
+        steps = max((r["step"] for r in read_records(self.undisturbed / "run/metrics.jsonl")), default=0)
+        return time.monotonic() - began, wrong, steps
+
+    def trial(self, folder: Path, drawn: Sequence[Drawn], restarts: int) -> dict[str, Any]:
+        """Starts the run, does to it what was drawn, goes on until it has ended in order, and judges."""
+        pending, rows, wrong, starts, began = list(drawn), list[dict[str, Any]](), list[str](), 0, time.monotonic()
+        status: int | None = 1
+        while status != 0 and starts < len(drawn) + 2:
+            words = ["--train.max_restarts", str(restarts)]
+            words += ["--ckpt.load_enable"] if starts else []
+            words += ["--ckpt.fallback_enable"] if starts or restarts else []
+            until = time.monotonic() + _ENDS_S + 2 * self.seconds
+            status, found = self._start(folder, words, pending, until, rows)
+            starts, wrong = starts + 1, wrong + found
+        if status == 0:
+            exact = self.exact and all(FAULTS[row["fault"]].exact for row in rows)
+            wrong += judge.outcome(self.undisturbed, folder, exact)
+        else:
+            wrong.append(f"it did not end in order after {starts} starts")
+        wrong += judge.ledger(folder)
+        self._measure(rows, folder)
+        rows += [asdict(missed) | {"missed": "the phase did not come"} for missed in pending]
+        return {
+            "faults": rows, "wrong": wrong, "left": judge.files(self.undisturbed, folder),
+            "restarts_allowed": restarts, "starts": starts, "seconds": time.monotonic() - began,
+            "undisturbed_seconds": self.seconds,
+        }  # fmt: skip
+
+    def _start(
+        self, folder: Path, words: Sequence[str], pending: list[Drawn], until: float, rows: list[dict[str, Any]],
+    ) -> tuple[int | None, list[str]]:  # fmt: skip
+        """Starts the run once, and does to it what is ``pending``, of which the ``rows`` tell: its exit status, and
+        what is wrong with that start."""
+        run = Run(self.command(folder, words), folder, self.evaluates_every, self.isolated)
+        try:
+            while pending and run.reach(pending[0].phase, pending[0].step, FAULTS[pending[0].fault].victim, until):
+                rows.append(_inject(run, pending.pop(0)))
+            status = run.finish(until)
+        finally:
+            ended = run.command.poll() is not None
+            if not ended:
+                run.kill()
+            left = run.left()
+        text = run.log.read_text()
+        wrong = [*judge.terminal(text), *left, *_judge_rows(rows, run, status)]
+        if not ended:
+            wrong.append(f"it did not end in time: {text[-_SAID:]}")
+        elif status not in _STATUSES:
+            wrong.append(f"exit status {status}")
+        return status, wrong
+
+    def _measure(self, rows: list[dict[str, Any]], folder: Path) -> None:
+        """Adds what each fault cost."""
+        records = [r for path in (folder / "run").glob("metrics.jsonl*") for r in read_records(path)]
+        records = sorted((r for r in records if "eval/accuracy" not in r), key=lambda record: record["time"])
+        usual = _graded_by(self.undisturbed)
+        for row in rows:
+            if "missed" in row:
+                continue
+            at, reached = row["at"], row.pop("reached")
+            later = next((r for r in records if r["time"] > at and r["step"] > reached), None)
+            if later is None:  # there was no later step to come
+                continue
+            row["recovered_s"] = later["time"] - at
+            before = max((r["time"] for r in records if r["time"] <= at), default=0.0)
+            calls = _calls(folder)
+            again = bisect(calls, later["time"]) - bisect(calls, before)
+            row["samples_again"] = max(0, again - usual.get(later["step"], 0) + usual.get(reached, 0))
+
+
+def run_command(words: Sequence[str], reward: str | None, folder: Path, more: Sequence[str]) -> list[str]:
+    """Of a run in ``folder``; ``reward`` is the user's function, which is counted and spoiled there."""
+    folder.mkdir(exist_ok=True)
+    given: dict[str, object] = DEADLINES | {
+        "ckpt.output_dir": folder / "run", "ckpt.path": folder / "checkpoints", "ckpt.save_steps": 1,
+        "logger.metrics_path": folder / "run/metrics.jsonl", "logger.figure_path": folder / "run/training.png",
+    }  # fmt: skip
+    if reward is not None:
+        given["reward.remote_url"] = folder / "reward.py"
+        module, name = Spoiled.__module__, Spoiled.__name__
+        made = f"import {module} as chaos\n\nreward_func = chaos.{name}({reward!r}, {str(folder)!r})\n"
+        (folder / "reward.py").write_text(made)
+    own = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", *words, *own]
+    return [*command, "--train.full_determinism_enable", *more]
+
+
+def _inject(run: Run, drawn: Drawn) -> dict[str, Any]:
+    row = asdict(drawn) | {"at": time.time(), "reached": run.step, "log": run.log.name, "from": run.log.stat().st_size}
+    try:
+        drawn.inject(run)
+    except NotThere as why:
+        row["missed"] = str(why)
+    return row
+
+
+def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> list[str]:
+    """Adds to the faults of this start when the run noticed, and what came of it; returns what it did not say. What
+    happens after the next fault counts as that one's."""
+    wrong: list[str] = []
+    events, records = (read_records(run.folder / f"run/{name}.jsonl") for name in ("events", "metrics"))
+    here = [row for row in rows if row["log"] == run.log.name and "missed" not in row]
+    for row, following in zip(here, [*here, None][1:], strict=True):
+        ended = following["at"] if following else time.time()
+        noticed = [e for e in events if e["event"] in _NOTICED and row["at"] < e["time"] <= ended]
+        kinds = {event["event"] for event in noticed}
+        went_on = not following or any(row["at"] < record["time"] <= ended for record in records)
+        row["result"] = (
+            "restarted" if "restart" in kinds else f"ended with {status}" if status and not following else
+            "engine replaced" if "engine_replaced" in kinds else "went on" if went_on else "overtaken by the next"
+        )  # fmt: skip
+        if row["result"] in ("went on", "overtaken by the next"):
+            continue
+        row["detected_s"] = min([e["time"] for e in noticed], default=ended) - row["at"]
+        text = run.log.read_text()[row["from"] : following["from"] if following else None]
+        row["said"] = next(iter(re.findall(r"(?:failed:\n|replac|SIG\w+: )(?s:.{0,500})", text)), "")
+        if row["detected_s"] > _NOTICED_S:
+            wrong.append(f"{row['fault']} was noticed after {row['detected_s']:.0f} s")
+        if not re.search(FAULTS[row["fault"]].names, text):
+            wrong.append(f"{row['fault']} is not named: {text[-_SAID:]}")
+    return wrong
+
+
+def _calls(folder: Path) -> list[float]:
+    calls = folder / "calls"
+    content = calls.read_bytes() if calls.exists() else b""
+    return [moment for (moment,) in struct.iter_unpack("d", content[: len(content) // 8 * 8])]
+
+
+def _graded_by(folder: Path) -> dict[int, int]:
+    """Step -> samples that were graded when it was recorded."""
+    calls = _calls(folder)
+    records = read_records(folder / "run/metrics.jsonl")
+    return {record["step"]: bisect(calls, record["time"]) for record in records if "eval/accuracy" not in record}
+
+
+def described(trial: Mapping[str, Any]) -> list[str]:
+    """Lines for the terminal: each fault, and what did not hold."""
+    lines = []
+    for row in trial["faults"]:
+        times = [f"{name} {row[f'{name}_s']:.1f} s" for name in ("detected", "recovered") if f"{name}_s" in row]
+        again = [f"{row['samples_again']} samples again"] if row.get("samples_again") else []
+        said = row.get("missed") or ", ".join([row["result"], *times, *again])
+        lines.append(f"{row['fault']:<24} {row['phase']:<11} step {row['step']:<4} {said}")
+    lines += [f"  left in TMPDIR: {', '.join(trial['left'])}"] if trial["left"] else []
+    return lines + [f"  DID NOT HOLD: {wrong}" for wrong in trial["wrong"]]
+
+
+def summary(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Whether all held; ``effective``: the time of undisturbed runs over that of the disturbed ones."""
+    rows = [row for trial in trials for row in trial["faults"] if "missed" not in row]
+    failed = sum(bool(trial["wrong"]) for trial in trials)
+    effective = sum(t["undisturbed_seconds"] for t in trials) / max(1e-9, sum(t["seconds"] for t in trials))
+    held = f"{len(trials) - failed} of {len(trials)} runs with {len(rows)} faults held"
+    sentence = f"{held}; effective training time {effective:.0%}"
+    return {"held": not failed, "faults": len(rows), "effective": effective, "sentence": sentence}

@@ -1,0 +1,71 @@
+"""A campaign of a command that is not a training run, but ends and is killed as one."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from openrlhf_ext.tools.chaos import watch
+from openrlhf_ext.tools.chaos.faults import Drawn
+from openrlhf_ext.tools.chaos.trial import DEADLINES, Campaign, run_command
+
+# six steps of 50 ms: it goes on from the step that it finds, writes a step twice if it is spoiled, and says who failed
+CODE = """
+import json, pathlib, signal, sys, time
+import numpy
+from safetensors.numpy import save_file
+folder, spoiled, words = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+(folder / "run").mkdir(exist_ok=True)
+metrics, events = folder / "run/metrics.jsonl", folder / "run/events.jsonl"
+def note(path, **facts):
+    with path.open("a") as file:
+        file.write(json.dumps(facts | {"time": time.time()}) + "\\n")
+def ended(*_):
+    note(events, event="interrupted")
+    print("SIGTERM: to go on" if spoiled != "unnamed" else "it ended")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, ended)
+done = len(metrics.read_text().splitlines()) if "--ckpt.load_enable" in words else 0
+note(events, event="ready", steps=6)
+for step in range(done + (spoiled != "doubled" or not done), 7):
+    time.sleep(0.05)
+    note(metrics, step=step)
+save_file({"a": numpy.ones(2) * (1 if spoiled != "bit" or not done else 1 + 1e-9)}, folder / "run/model.safetensors")
+"""
+
+
+def command(spoiled: str, folder: Path, words: list[str]) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    return [sys.executable, "-c", CODE, str(folder), spoiled if folder.name != "undisturbed" else "", *words]
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "says"),
+    [("", None), ("doubled", "metrics.jsonl has the steps"), ("bit", "1 of 1 tensors of the final weights differ"),
+     ("unnamed", "term_command is not named: it ended")],
+    ids=["right", "a doubled step", "a wrong bit", "an unnamed culprit"],
+)  # fmt: skip
+def test_a_run_that_is_ended_goes_on_and_is_judged(tmp_path, monkeypatch, spoiled, says):
+    monkeypatch.setattr(watch, "_LOOK_S", 0.01)
+    campaign = Campaign(partial(command, spoiled), tmp_path / "undisturbed")
+    seconds, wrong, steps = campaign.undisturb()
+    assert (wrong, steps) == ([], 6) and seconds > 0.3
+    drawn = [Drawn("term_command", "sampling", 2, 0.0), Drawn("kill_critic", "sampling", 3, 0.0)]
+    found = campaign.trial(tmp_path / "trial", drawn, restarts=0)
+    row, missed = found["faults"]
+    assert row["result"] == "ended with 143" and 0 < row["detected_s"] < row["recovered_s"]
+    assert missed["missed"] == "the phase did not come" and found["starts"] == 2
+    assert [] == found["wrong"] if says is None else found["wrong"][0].startswith(says), found
+
+
+def test_a_run_writes_below_its_folder_and_its_reward_function_is_the_counted_one(tmp_path):
+    words = run_command(["--train.seed", "3"], "/users/reward.py", tmp_path / "it", ["--ckpt.load_enable"])
+    given = dict(zip(words[3::2], words[4::2], strict=False))
+    folders = ("ckpt.output_dir", "ckpt.path", "logger.metrics_path", "logger.figure_path", "reward.remote_url")
+    assert all(Path(given[f"--{name}"]).is_relative_to(tmp_path / "it") for name in folders)
+    assert given["--train.seed"] == "3" and words[-1] == "--ckpt.load_enable"
+    assert all(given[f"--{name}"] == str(limit) for name, limit in DEADLINES.items())
+    assert "Spoiled('/users/reward.py'" in (tmp_path / "it/reward.py").read_text()
