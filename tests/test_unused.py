@@ -9,7 +9,7 @@ import vulture
 
 ROOT = Path(__file__).parent.parent
 SCANNED = ("openrlhf_ext", "patches", "benchmarks", "examples")
-REGISTERED = ["@register_algorithm", "@model_validator"]
+REGISTERED = ["@register_algorithm", "@model_validator", "@fault"]
 OPTIONS = ("openrlhf_ext/options/sections/", "openrlhf_ext/config/run_config.py", "openrlhf_ext/config/sft.py")
 """Fields there are options: some are read by OpenRLHF's classes only, others are refused by name."""
 

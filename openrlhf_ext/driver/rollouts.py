@@ -516,8 +516,8 @@ class Rollouts:
         """The place in the data, counts, and what the ledger does not have yet; groups that are finished and not taken;
         prompts in flight."""
         given_up = {reason: list(entries) for reason, entries in self._given_up.items()}
-        state = {"prompts": self.prompts.state_dict(), "dropped": dict(self.dropped), "given_up": given_up}
-        state["skip"] = sorted(self._skip)
+        place, skip = self.prompts.state_dict(), sorted(self._skip)
+        state = {"prompts": place, "dropped": dict(self.dropped), "given_up": given_up, "skip": skip}
         return state, list(self._finished), [*self._in_flight.values(), *self._again]
 
     def skip(self, numbers: Iterable[int]) -> None:

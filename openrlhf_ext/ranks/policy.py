@@ -24,6 +24,7 @@ from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
 from openrlhf_ext.megatron.watchdog import phase
 from openrlhf_ext.ranks.actor import TrainedActor
+from openrlhf_ext.ranks.movement import Movement
 from openrlhf_ext.ranks.publishing import SyncSettings, WeightPublisher
 from openrlhf_ext.ranks.shared_gpu import SharedGpu, device_bytes, state_bytes
 from openrlhf_ext.ranks.timers import PhaseTimers, RankReport, StepProfile, timed
@@ -68,7 +69,6 @@ class PolicyActor(TrainedActor):
         self, settings: ModelSettings, sync: SyncSettings, max_epochs: int, engines: list, sleeping: SleepModes
     ) -> dict[str, Any]:
         from openrlhf_ext.megatron.policy import MegatronPolicy
-        from openrlhf_ext.megatron.step.movement import Movement
 
         about = self.join(settings)
         self.timers, self.max_epochs, self.sleeping = PhaseTimers(), max_epochs, sleeping

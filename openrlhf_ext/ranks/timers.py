@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-from openrlhf_ext.megatron.step.movement import Moved
+from openrlhf_ext.ranks.movement import Moved
 
 # what an operation is goes by its own name and those of the operations around it; the first kind that knows one counts
 KINDS = {

@@ -15,8 +15,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.show import shown_options
 from openrlhf_ext.inputs import (
     INTEGER,
@@ -36,6 +37,9 @@ from openrlhf_ext.options.table import Configuration
 from openrlhf_ext.reporting import EventLog, read_metrics
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.reporting.names import is_documented, unit_of
+
+if TYPE_CHECKING:
+    from openrlhf_ext.config.sft import SupervisedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +152,7 @@ class Watch:
             logger.warning("%s:\n- %s%s", text, "\n- ".join(map(str, new[:_SHOWN])), more)
 
 
-def violations(config: Configuration) -> Iterator[Violation]:
+def violations(config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
     """``train.corridor`` is a corridor, and of runs of this recipe."""
     path = config.train.corridor
     if path is None:

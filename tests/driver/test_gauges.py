@@ -33,7 +33,7 @@ from openrlhf_ext.driver.gauges import (
 )
 from openrlhf_ext.megatron.model.flops import ForwardFlops
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.megatron.step.movement import Moved
+from openrlhf_ext.ranks.movement import Moved
 from openrlhf_ext.ranks.timers import RankReport
 from openrlhf_ext.reporting import is_documented
 from openrlhf_ext.rewards.grading import FAILED_KEY

@@ -126,7 +126,7 @@ def test_whatever_is_given_up_is_counted_and_named_once() -> None:
     """By whichever reason: a batch that is passed over, too."""
     made = rollouts(Requests(at_once=True, score=lambda prompt: float(prompt == "1")), filter_range=(-1.0, 1.0))
     batch = made.take(0)
-    made.give_up("skipped", batch)
+    made.give_up("skipped", [group.prompt for group in batch])
     assert made.dropped == {"filtered": 1, "late": 0, "unstarted": 0, "skipped": 2}
     assert made.place == {"drawn": 3, "waiting": [0, 1, 2]}, "until a line has them"
     named = made.account()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from openrlhf_ext.checkpoints import check_files, read_manifest
 from openrlhf_ext.checkpoints.files import read_plain
 from openrlhf_ext.reporting.lines import read_lines
+from openrlhf_ext.run.ledger import LEDGER, Audit
 from tests.e2e.jobs import ONE_RANK, REWARD, Job, Task
 from tests.patience import SOONER_S, until
 
@@ -90,6 +91,8 @@ def test_a_gradient_that_is_not_finite_costs_the_steps_since_the_checkpoint_and_
             assert (event["step"], event["to"], len(event["prompts"]), event["rollbacks"]) == (4, 2, 8, 1)
             assert event["why"].endswith("= nan"), event
             monkeypatch.setenv("LEFT_OUT", " ".join(map(str, event["prompts"])))
+            ledger = Audit(tmp_path / name / LEDGER)
+            assert not ledger.faults and ledger.counts == {"trained": 40, "skipped": 8}, ledger.lines
         folder = tmp_path / "checkpoints" / name / "global_step4"
         ends[name] = {e.path: e.sha256 for e in read_manifest(folder).files if e.path.startswith("policy/")}
         for rank in range(2):  # Python's and NumPy's are others in every process, and nothing draws from them

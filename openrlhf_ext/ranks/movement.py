@@ -72,5 +72,6 @@ class Movement:
                     continue
                 values = held.tensors.get("master")
                 values = parameter.detach().view(-1)[held.start : held.end] if values is None else values
-                every = max(1, len(values) // _ENTRIES)
-                yield tuple(t[::every][:_ENTRIES].float().clone() for t in (values, held.tensors["exp_avg_sq"]))
+                entries = slice(None, None, max(1, len(values) // _ENTRIES))
+                now, second = (t[entries][:_ENTRIES].float().clone() for t in (values, held.tensors["exp_avg_sq"]))
+                yield now, second

@@ -9,7 +9,7 @@ import torch
 
 from openrlhf_ext.megatron import checkpoint
 from openrlhf_ext.megatron.checkpoint import OptimizerRange
-from openrlhf_ext.megatron.step.movement import Movement
+from openrlhf_ext.ranks.movement import Movement
 
 
 @pytest.fixture
