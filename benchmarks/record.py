@@ -86,6 +86,10 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "shared_prompts_cpu.json": (
         "openrlhf_ext/megatron/model", "openrlhf_ext/megatron/step/batch.py", "openrlhf_ext/megatron/step/dealing.py",
     ),
+    "silent_faults_cpu.json": (
+        "benchmarks/silent", "openrlhf_ext/run/corridor.py", "openrlhf_ext/driver/gauges.py",
+        "openrlhf_ext/rollout/sync", "openrlhf_ext/ranks/movement.py",
+    ),
     "streaming_cpu.json": ("openrlhf_ext/driver/rollouts.py",),
     "weight_sync_cpu.json": ("openrlhf_ext/rollout/sync", "openrlhf_ext/ranks/publishing.py"),
 }  # fmt: skip

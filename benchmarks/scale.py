@@ -66,7 +66,13 @@ from openrlhf_ext.driver.experience import (
     sequences_of,
     training_shards,
 )
-from openrlhf_ext.driver.gauges import batch_metrics, reward_metrics, staleness_metrics
+from openrlhf_ext.driver.gauges import (
+    advantage_gauges,
+    batch_metrics,
+    expected_of_first_update,
+    reward_metrics,
+    staleness_metrics,
+)
 from openrlhf_ext.driver.rollouts import Group, GroupRequests, Prompt, plain_groups
 from openrlhf_ext.driver.scoring import deal, scores_in_order
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
@@ -210,7 +216,13 @@ def step(args: argparse.Namespace, sequences: int, told: int | None = None) -> d
     correction = {"level": "token", "mode": "mask"} if args.correction else None
     algorithm = get_algorithm(args.algorithm, correction=correction, **OPTIONS.get(args.algorithm, {}))
     shaped = stages.run("shape", lambda: algorithm.shape(views[0]))
-    stages.run("metrics", lambda: batch_metrics(views[0]) | reward_metrics(samples) | staleness_metrics(samples, 3))
+
+    def measure() -> dict[str, float]:
+        metrics = batch_metrics(views[0]) | reward_metrics(samples) | staleness_metrics(samples, 3)
+        metrics |= advantage_gauges(shaped, args.group_size, views[0].rewards.tolist())
+        return metrics | expected_of_first_update(shaped.mini_batch(chunks[0]), old.logprobs_N)
+
+    stages.run("metrics", measure)
     views.clear()  # as the driver forgets it, before there are shards
 
     def make_shards() -> Any:
@@ -278,6 +290,7 @@ class Supervisor:
 
     def __init__(self, engine: Any) -> None:
         self.engines = [engine]
+        self.there = {0: engine}
 
 
 def groups_of_engine(

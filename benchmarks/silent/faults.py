@@ -317,16 +317,6 @@ def logits_in_bf16(actor: Any) -> list[Any]:
     return [head_otherwise(lambda a: a | {"weight_VH": _rounded(a["weight_VH"])})]
 
 
-class _Round(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
-        return values.bfloat16().float()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return gradient
-
-
 def _rounded(weight: torch.Tensor) -> torch.Tensor:
     rounded = weight.detach().bfloat16().float().requires_grad_(weight.requires_grad)
     rounded.main_grad = getattr(weight, "main_grad", None)  # type: ignore[attr-defined]

@@ -59,12 +59,23 @@ def batch_metrics(rollout: RolloutBatch, band: tuple[float, float] = DEFAULT_BAN
     if rollout.entropies is not None:
         metrics["entropy/mean"] = float64_sum(rollout.entropies) / tokens
         metrics["entropy/completion_mean"] = mean_entropies(rollout.entropies, rollout.segments).mean()
-        if rollout.old_logprobs is not None and tokens > 1:
-            pair = torch.stack([rollout.entropies.float(), -rollout.old_logprobs.float()])
-            metrics["entropy/surprise_correlation"] = torch.corrcoef(pair)[0, 1].nan_to_num()
+        if rollout.old_logprobs is not None:
+            pair = rollout.entropies, rollout.old_logprobs
+            metrics["entropy/surprise_correlation"] = -_correlation(*pair, rollout.segments)
     if rollout.truncated is not None:
         metrics["response/truncated_rate"] = rollout.truncated.float().mean()
     return {name: float(value) for name, value in metrics.items()} | policy_mismatch(rollout, band)
+
+
+def _correlation(one_N: Tensor, other_N: Tensor, segments: Segments) -> float:
+    """Of two numbers of every token; 0 where one of them is the same everywhere."""
+    sums = torch.zeros(5, dtype=torch.float64)
+    for block in segments.blocks():
+        x_n, y_n = one_N[block.tokens].double(), other_N[block.tokens].double()
+        sums += torch.stack([x_n.sum(), y_n.sum(), x_n @ x_n, y_n @ y_n, x_n @ y_n])
+    x, y, xx, yy, xy = (sums / max(1, segments.tokens)).tolist()
+    spread = math.sqrt(max(0.0, (xx - x * x) * (yy - y * y)))
+    return (xy - x * y) / spread if spread > 1e-12 else 0.0
 
 
 def conflict_gauges(rollout: RolloutBatch, shaped: LossBatch) -> dict[str, float]:
@@ -152,7 +163,8 @@ def advantage_gauges(shaped: LossBatch, group_size: int, rewards: Sequence[float
     (missing where one of them does not differ), the size of the mean advantage of a group, and how far the advantages
     of a group with unlike rewards are from it."""
     segments = shaped.segments
-    a_QG = (segments.sums(shaped.advantages.double()) / segments.lengths_B.clamp(min=1)).view(-1, group_size)
+    sums_B = torch.cat([block.sums(shaped.advantages[block.tokens].double()) for block in segments.blocks()])
+    a_QG = (sums_B / segments.lengths_B.clamp(min=1)).view(-1, group_size)
     r_QG = torch.tensor(rewards, dtype=torch.float64).view(-1, group_size)
     a_QG, r_QG = (torch.where(shaped.kept.view_as(r_QG), values_QG, 0.0) for values_QG in (a_QG, r_QG))
     gauges = {"advantage/group_mean_abs": float(a_QG.mean(1).abs().mean())}

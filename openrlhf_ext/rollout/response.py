@@ -176,7 +176,7 @@ class Response:
         """Raises RolloutError: the engine's log-probs are not finite, or the reward is not the one that these tokens
         were graded with."""
         if self.logprobs_T is not None and not np.isfinite(self.logprobs_T).all():
-            raise RolloutError("an engine sampled with log-probs that are not finite: what it computes is not the policy")
+            raise RolloutError("an engine sampled with log-probs that are not finite: it does not compute the policy")
         if self.receipt not in (None, self._sum):
             raise RolloutError(
                 f"a completion of {self.sampled} tokens came with the reward {self.reward}, which is not the one that "

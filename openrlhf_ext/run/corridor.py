@@ -251,8 +251,8 @@ def _band(metric: str, values: Sequence[float]) -> tuple[float, float]:
     else:
         room = _ROOM * (high - low) + 1e-9
         low, high, least, most = low - room, high + room, low, high
-    # of shares: a sample more or less where the trusted runs had none
-    share = _SHARE if unit_of(metric) == "fraction" else 0.0
+    # of shares, and of what a user counts: a sample more or less where the trusted runs had none
+    share = _SHARE * max(1.0, abs(most)) if unit_of(metric) in ("fraction", "") else 0.0
     return min(low, least - share), max(high, most + share)
 
 

@@ -351,3 +351,17 @@ def test_movement_of_all_ranks_is_one_number():
     assert got["update/rms"] == 1.0 and got["update/second_moment"] == pytest.approx(math.sqrt(2.0))
     assert (got["update/still"], got["update/adam_steps"]) == (0.5, 5.0)
     assert "update/rms" not in rank_gauges([RankReport(0, "node", "cpu", {}, 1)])
+
+
+def test_entropies_are_compared_with_the_tokens_they_are_of(monkeypatch):
+    monkeypatch.setattr(segments, "BLOCK_TOKENS", 5)
+    _, rollout = make_batch(5, seed=3)
+    entropies_N = -rollout.old_logprobs + torch.rand_like(rollout.old_logprobs)
+    name = "entropy/surprise_correlation"
+    own = batch_metrics(dataclasses.replace(rollout, entropies=entropies_N))[name]
+    pair = torch.stack([entropies_N, -rollout.old_logprobs])
+    assert own == pytest.approx(float(torch.corrcoef(pair)[0, 1]), abs=1e-6)
+    other = batch_metrics(dataclasses.replace(rollout, entropies=entropies_N.roll(1)))["entropy/surprise_correlation"]
+    assert own > 0.3 > abs(other)
+    flat = batch_metrics(dataclasses.replace(rollout, entropies=torch.ones_like(entropies_N)))
+    assert flat["entropy/surprise_correlation"] == 0.0
