@@ -67,7 +67,6 @@ LIBRARIES_READ = {
     "model_name": "OpenRLHF's OpenAI server executor",
     "client": "see model_name",
     # found by a name that is put together
-    "WeightSyncExtension": "vLLM's workers: worker_extension.QUALIFIED_NAME",
     "reference_logprobs": "the driver's Scorer: '<model>_logprobs'",
 }
 """Each exception with who reads it."""
