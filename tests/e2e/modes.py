@@ -5,6 +5,7 @@ The engine is killed once in the first and once in the last part, with requests 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import signal
@@ -62,6 +63,17 @@ class Halted(RolloutEngine):
     Defined in the main module, so Ray sends it to the engine's process by value.
     """
 
+    async def halt(self) -> bool:
+        """Halts when it has sampled something of an unfinished request; False if that does not come soon. Asked from
+        outside, on a busy machine, all requests may end between two questions."""
+        for _ in range(100):
+            await self.pause_generation()
+            if sum((await self.sampled_tokens()).values()):
+                return True
+            await self.resume_generation()
+            await asyncio.sleep(0.005)
+        return False
+
     async def receive_weights(self, version: int) -> Any:
         await self.resume_generation()
         return await super().receive_weights(version)
@@ -86,13 +98,10 @@ def sync_in_flight(loop: TrainingLoop) -> None:
 
 
 def halted_in_flight(loop: TrainingLoop) -> bool:
-    """Halts the engine; lets it go on if it has sampled nothing of any unfinished request."""
+    """Has the engine halt within a request; what has ended makes room for others."""
+    loop.rollouts.pump()
     (engine,) = loop.supervisor.engines
-    ray.get(engine.pause_generation.remote())
-    if tokens_in_flight(loop):
-        return True
-    ray.get(engine.resume_generation.remote())
-    return False
+    return ray.get(engine.halt.remote())
 
 
 def kill_in_flight(loop: TrainingLoop) -> None:
