@@ -58,6 +58,7 @@ def policy_actor(epochs: int, numbers: int = 0) -> tuple[PolicyActor, FakeModel]
     step = {"train_step": lambda *step: model.train_step(more=step[-2])}
     actor.policy = SimpleNamespace(chunks=chunks, trained=whole, device=torch.device("cpu"), **step)
     actor.timers, actor.has_moved, actor.version, actor.seen = PhaseTimers(), False, 0, None
+    actor.movement = SimpleNamespace(begin=lambda: None, end=lambda: None)
     actor.sleeping, actor.offloads = SleepModes(), []
     return actor, model
 

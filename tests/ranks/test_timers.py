@@ -78,5 +78,6 @@ def test_a_rank_reports_the_padding_of_its_packs(monkeypatch):
     actor = PolicyActor.__new__(PolicyActor)
     schedule = SimpleNamespace(take_count=lambda: TokenCount(real=90, packed=96))
     actor.timers, actor.policy = PhaseTimers(), SimpleNamespace(schedule=schedule)
+    actor.movement = SimpleNamespace(take=lambda: None)
     report = actor.rank_report()
     assert (report.rank, report.packed_tokens, report.padding_tokens) == (3, 96, 6)
