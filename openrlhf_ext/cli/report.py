@@ -45,9 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("folders", nargs="+", metavar="RUN_DIR", help="folder of a run's metrics.jsonl; several are drawn together")
     add("--output", metavar="FILE.html", help="the page (default: report.html in the first folder)")
-    about = "steps of the moving mean (default: a twentieth of the run); 1 = none"
     about = "also write the corridor of these runs, which are trusted: bands for train.corridor (docs/faults.md)"
     add("--write_corridor", metavar="FILE.json", help=about)
+    about = "steps of the moving mean (default: a twentieth of the run); 1 = none"
     add("--smooth", type=positive, metavar="N", help=about)
     return parser
 

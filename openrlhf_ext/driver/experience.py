@@ -9,7 +9,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,7 @@ class ExperienceMaker:
     engine_entropies: bool = False
     replays: bool = False
     tokenizer: Any = None
+    end_tokens: Collection[int] = ()
     batches: int = field(default=0, init=False)
 
     @torch.no_grad()
@@ -134,7 +135,8 @@ class ExperienceMaker:
         shaped = self.algorithm.shape(rollout)
         metrics = reward_metrics(samples) | staleness_metrics(samples, version)
         if self.tokenizer is not None:
-            metrics |= text_metrics([group.prompt.text for group in groups], samples, self.tokenizer)
+            prompts = [group.prompt.text for group in groups]
+            metrics |= text_metrics(prompts, samples, self.tokenizer, self.end_tokens)
         metrics |= guide_gauges(samples) if self.guide is not None else {}
         metrics |= self.critic.take(batch, shaped) if self.critic is not None else {}
         self.batches += 1

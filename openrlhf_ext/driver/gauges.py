@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -125,15 +125,17 @@ def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
     return logs | {"reward/failures": sum(s.extra_logs.get(FAILED_KEY, 0.0) for s in samples)}
 
 
-def text_metrics(prompts: Sequence[str], samples: Sequence[Response], tokenizer: Any) -> dict[str, float]:
+def text_metrics(
+    prompts: Sequence[str], samples: Sequence[Response], tokenizer: Any, end_tokens: Collection[int]
+) -> dict[str, float]:
     """What ``samples``, as many of each prompt, were sampled from beside the tokens of the prompts, and the share of
-    those that were not cut and end in the tokenizer's end-of-text token."""
+    those that were not cut and end in one of ``end_tokens``."""
     each, changed = len(samples) // len(prompts), 0
     for prompt, response in zip(prompts, samples[::each], strict=True):
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
         changed += response.tokens_S[: response.actions[0][0]].tolist() != ids
     whole = [response for response in samples if not response.truncated]
-    ended = sum(int(response.tokens_S[response.actions[-1][1] - 1]) == tokenizer.eos_token_id for response in whole)
+    ended = sum(int(response.tokens_S[response.actions[-1][1] - 1]) in end_tokens for response in whole)
     metrics = {"prompts/length_mean": sum(response.actions[0][0] for response in samples) / len(samples)}
     metrics["prompts/changed"] = changed / len(prompts)
     return metrics | ({"response/ended": ended / len(whole)} if whole else {})

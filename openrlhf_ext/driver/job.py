@@ -52,6 +52,7 @@ from openrlhf_ext.driver.settings import (
 )
 from openrlhf_ext.driver.waits import Deadline, call_ranks
 from openrlhf_ext.imports import without_collection
+from openrlhf_ext.megatron.model.hf_files import end_tokens, saved_generation_config
 from openrlhf_ext.megatron.model.positions import chosen_factors
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.megatron.settings import row_costs
@@ -274,6 +275,7 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
             engine_entropies=engine_entropies(config),
             replays=config.replays_rollout,
             tokenizer=parts.tokenizer,
+            end_tokens=end_tokens(saved_generation_config(Path(policy_path(config))), parts.tokenizer),
             **parts.auxiliary.experience_parts(config, parts.policy),
         ),
         supervisor=parts.supervisor,

@@ -154,8 +154,8 @@ METRICS = (
         "correlation over completion tokens of entropy and minus log-prob: 0 where entropies are of other tokens"),
     Metric("prompts/length_mean", "tokens", "mean length of the prompts of the step's completions"),
     Metric("response/ended", "fraction",
-        "of the completions that were not cut at the length limit, those whose last token is the tokenizer's end of "
-        "text"),
+        "of the completions that were not cut at the length limit, those whose last token ends a text: of the "
+        "tokenizer, or of generation_config.json"),
     Metric("memory/rank_max_gib", "GiB",
         "largest peak memory of any policy rank since it started: what torch allocated on its GPU, or resident memory "
         "of the process on CPU"),

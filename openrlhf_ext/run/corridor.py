@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 # what differs between runs of a recipe: places, times, machines, layouts, and the seed
 _FREE = re.compile(
     r"(ckpt|logger|profile|weight_sync)\.|dry_run|strict|.*(path|dataset|split|_url|_timeout_s|seed|restarts|_nodes|"
-    r"gpus_per_node|num_engines|num_workers|parallel_size|virtual_pipeline_size|recompute.*|overlap_.*|bucket_size|"
+    r"gpus_per_node|num_engines|min_engines|num_workers|parallel_size|virtual_pipeline_size|recompute.*|overlap_.*|bucket_size|"
     r"_mib|_gib|layout|offload|enable_sleep|max_requests|max_num_.*|corridor.*|environment|head|head_kernels|tflops)$"
 )
 _MACHINE = ("time", "time/", "throughput/", "memory/", "rank/", "offload/", "step", "label", "engines/", "packs/")
@@ -184,7 +184,7 @@ def read_corridor(path: str | Path) -> Corridor:
     if unknown := [name for name in found["bands"] if not is_documented(name)]:
         raise InputError(f"{where} has bands of {', '.join(unknown[:5])}, which are not measured any more; {remedy}")
     bands = {
-        name: [None if low is None else (low, high) for low, high in zip(band["low"], band["high"], strict=True)]
+        name: [None if None in sides else sides for sides in zip(band["low"], band["high"], strict=True)]
         for name, band in found["bands"].items()
     }
     return Corridor(Path(path), found["runs"], found["options"], bands)

@@ -324,9 +324,7 @@ def test_the_first_update_is_what_the_driver_expects_and_nothing_else(method, mo
 
 
 class Letters:
-    """A tokenizer of one token for each letter, with token 4 as its end of text."""
-
-    eos_token_id = 4
+    """A tokenizer of one token for each letter, without an end of text."""
 
     def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": [len(letter) for letter in text]}
@@ -335,13 +333,13 @@ class Letters:
 def test_prompts_are_compared_with_their_tokens():
     made = [response("ab", 1, 1) for _ in range(4)]
     made = [dataclasses.replace(r, tokens_S=np.array([1, 1, 9, 4], np.int32)) for r in made]
-    assert text_metrics(["ab", "cd"], made, Letters()) == {
+    assert text_metrics(["ab", "cd"], made, Letters(), {4}) == {
         "prompts/length_mean": 2.0, "prompts/changed": 0.0, "response/ended": 1.0}  # fmt: skip
     made[2] = dataclasses.replace(made[2], tokens_S=np.array([1, 7, 9, 5], np.int32))
-    got = text_metrics(["ab", "cd"], made, Letters())
+    got = text_metrics(["ab", "cd"], made, Letters(), {4})
     assert (got["prompts/changed"], got["response/ended"]) == (0.5, 0.75)
     cut = [dataclasses.replace(each, truncated=True) for each in made]
-    assert "response/ended" not in text_metrics(["ab", "cd"], cut, Letters())
+    assert "response/ended" not in text_metrics(["ab", "cd"], cut, Letters(), {4})
 
 
 def test_movement_of_all_ranks_is_one_number():

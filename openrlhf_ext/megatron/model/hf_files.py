@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -25,6 +25,9 @@ from openrlhf_ext.megatron.model.adapter import CONFIG, WEIGHTS
 from openrlhf_ext.megatron.model.folder import INDEX, SINGLE, require_tied_head
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.model.weight_map import HFTensor, Rule, Shard, hf_tensors, shard_shape
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 logger = logging.getLogger(__name__)
 
@@ -376,3 +379,19 @@ def unaccounted_tensors(checkpoint: HFCheckpoint, shape: ModelShape) -> Problems
         ],
     }
     return {what: names for what, names in problems.items() if names}
+
+
+# ---- what ends a completion -----------------------------------------------------------------------------------------
+
+
+def saved_generation_config(folder: Path) -> GenerationConfig | None:
+    from transformers import GenerationConfig
+
+    return GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
+
+
+def end_tokens(saved: GenerationConfig | None, tokenizer: Any) -> list[int]:
+    """All end-of-sequence tokens that stop a rollout: the tokenizer's, and those of the generation config."""
+    configured = saved.eos_token_id if saved is not None else None
+    several = configured if isinstance(configured, list) else [configured]
+    return list(dict.fromkeys(token for token in [tokenizer.eos_token_id, *several] if token is not None))

@@ -30,7 +30,7 @@ Interval = Annotated[Int, AfterValidator(_interval), Words("integer >= 1, or -1"
 CORRIDOR_ABOUT = (
     "bands of every metric of trusted runs of the same recipe, which openrlhf-ext report --write_corridor has made: a "
     "step outside of them is a warning with likely causes (docs/faults.md)")
-CORRIDOR_ACTION_ABOUT = "with train.corridor: warn of a step outside of it, or fail = end the run"
+CORRIDOR_ACTION_ABOUT = "with train.corridor: warn of a step outside of it, or fail = the run fails"
 
 
 class Train(Section):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from openrlhf_ext.megatron.model.hf_files import end_tokens, saved_generation_config
 from openrlhf_ext.megatron.model.positions import window_of
 from openrlhf_ext.options.sections.evaluate import Evaluate
 from openrlhf_ext.rollout.response import derived_seed
@@ -113,7 +114,7 @@ class EngineSampler:
 
     def __init__(self, engine: CompletionEngine, tokenizer: PreTrainedTokenizerBase, options: Evaluate) -> None:
         self._engine, self._tokenizer, self._options = engine, tokenizer, options
-        self._eos = _eos_ids(_saved_generation_config(Path(options.model or "")), tokenizer)
+        self._eos = _eos_ids(saved_generation_config(Path(options.model or "")), tokenizer)
 
     async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[Answers]:
         options = self._options
@@ -183,6 +184,12 @@ def _check_lengths(prompts: Sequence[str], prompt_ids: list[list[int]], limit: i
             )
 
 
+def _eos_ids(saved: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    if not (found := end_tokens(saved, tokenizer)):
+        raise ValueError("neither the tokenizer nor the generation config names an end-of-sequence token")
+    return found
+
+
 def _generation_config(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: Evaluate
 ) -> GenerationConfig:
@@ -195,22 +202,6 @@ def _generation_config(
         max_new_tokens=options.max_new_tokens, eos_token_id=eos, pad_token_id=pad,
         **(sampling if options.temperature > 0 else {"do_sample": False}),
     )  # fmt: skip
-
-
-def _saved_generation_config(folder: Path) -> GenerationConfig | None:
-    from transformers import GenerationConfig
-
-    return GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
-
-
-def _eos_ids(saved: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """All end-of-sequence tokens that stop a rollout: the tokenizer's, and those of the generation config."""
-    configured = saved.eos_token_id if saved is not None else None
-    several = configured if isinstance(configured, list) else [configured]
-    found = dict.fromkeys(token for token in [tokenizer.eos_token_id, *several] if token is not None)
-    if not found:
-        raise ValueError("neither the tokenizer nor the generation config names an end-of-sequence token")
-    return list(found)
 
 
 @contextmanager
