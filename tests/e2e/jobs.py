@@ -157,8 +157,10 @@ class Job:
 def children(process: psutil.Process) -> list[psutil.Process]:
     """Its children and theirs, also the workers that were forked for one of them (tests/forks)."""
     found = process.children(recursive=True)
+    if (forks := os.environ.get("OPENRLHF_EXT_TESTS_FORKS")) is None:  # not of pytest's: tests/gpu by itself
+        return found
     for parent in list(found):
-        forked = Path(os.environ["OPENRLHF_EXT_TESTS_FORKS"], f"{parent.pid}.forked")
+        forked = Path(forks, f"{parent.pid}.forked")
         with suppress(FileNotFoundError, psutil.NoSuchProcess):
             other = psutil.Process(int(forked.read_text()))
             found += [other, *children(other)]

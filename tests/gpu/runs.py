@@ -225,8 +225,11 @@ def real_checkpoint(scratch: Path) -> Path:
 
 
 def write_reward(file: Path) -> None:
-    """A reward that differs between most completions, those of a random model too, of which half count as right."""
-    file.write_text(REWARD.replace("share > 0.4", "share > 0.27"))
+    """A reward that differs between most completions, those of a random model too. Half of them are right by score and
+    by ``algo.success_threshold``: where a group has only failures, gtpo_entropy has no gradient."""
+    file.write_text(
+        REWARD.replace("share > 0.4", "share > 0.27").replace(': share, "sc', ': share + (share > 0.27) / 2, "sc')
+    )
 
 
 def report(machine: Machine, found: dict[str, Any], not_touched: Sequence[str] = ()) -> dict[str, Any]:
