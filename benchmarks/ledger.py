@@ -136,7 +136,8 @@ class Runs:
     """One set of Ray actors, and the runs that are made with them."""
 
     def __init__(self, task: Task, parts: job.Parts, within: float, straggler_s: float) -> None:
-        """An attempt is killed after ``within`` times what it took to begin and what a step takes, at most."""
+        """An attempt is killed after ``within`` times what it took to begin and what a step takes, at most; with every
+        50 kills of a run after so much more, so that it ends."""
         self.task, self.within, self.straggler_s = task, within, straggler_s
         self.carried = ray.cloudpickle.dumps((
             parts.policy, list(parts.supervisor.engines), parts.auxiliary, parts.strategy, parts.tokenizer,
@@ -158,7 +159,8 @@ class Runs:
         (staleness, late), name = KINDS[seed % len(KINDS)], f"run{seed}"
         config = config_of(self.task, name, train__max_staleness=staleness, train__late_groups=late)
         kills = 0
-        while not self._ends(config, chance.uniform(0, self.within), self.task.folder / f"{name}.log"):
+        log = self.task.folder / f"{name}.log"
+        while not self._ends(config, chance.uniform(0, self.within * (1 + kills / 50)), log):
             kills += 1
             if kills > _MOST_ATTEMPTS:
                 raise RuntimeError(f"run {seed} was killed {kills} times and has not ended; raise --within")

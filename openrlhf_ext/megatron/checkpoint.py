@@ -6,7 +6,7 @@ rank, and every rank writes its own ranges. So nothing is gathered to save (Mega
 gathers all optimizer states of a replica in the host memory of each of its ranks), and nothing is exchanged to load.
 
     <folder>/index.json                which piece of which tensor is in which file
-    <folder>/state.json                steps of optimizer and schedule, layout, shape of the model
+    <folder>/state.json                steps of optimizer and schedule, layout, shape of the model, sums of its tensors
     <folder>/rank00000.safetensors     what the rank holds: model.<name>, optimizer.<state>.<name>, average.<name>
     <folder>/rank00000.json            its random states
 
@@ -17,6 +17,7 @@ own (``_extra_state``) is a pickle, so its tensors are stored instead.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 INDEX = "index.json"
 _AVERAGE = "average"
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SUMMED = 1 << 24  # entries at a time, of which torch makes a copy in int64
 
 
 @dataclass(frozen=True)
@@ -238,7 +241,9 @@ def take_snapshot(model: MegatronModel, extra: dict[str, Any] | None = None, *, 
     """Everything this rank writes. A collective: the index is gathered on rank 0 and checked to be complete. ``extra``:
     plain values, rank 0's of which are kept. ``copy``: to host memory, so that training may go on."""
     rank = dist.get_rank()
-    pieces = [(piece, t.to("cpu", copy=True) if copy else t) for piece, t in _own_pieces(model)]
+    pieces = list(_own_pieces(model))
+    sums = _sums(pieces)
+    pieces = [(piece, t.to("cpu", copy=True)) for piece, t in pieces] if copy else pieces
     files = [(piece, TYPE_NAMES[t.dtype], f"{_rank_file(rank)}.safetensors") for piece, t in pieces]
     everyone: list | None = [None] * dist.get_world_size() if rank == 0 else None
     dist.gather_object(files, everyone)
@@ -246,11 +251,37 @@ def take_snapshot(model: MegatronModel, extra: dict[str, Any] | None = None, *, 
     state = {
         **_described(model),
         "layout": asdict(model.settings.layout),
-        "optimizer_step": optimizer_step(model.optimizer),
-        "scheduler_steps": model.scheduler.num_steps if model.scheduler is not None else 0,
+        **_counts(model),
+        "sums": sums,
         "extra": extra or {},
     }
     return Snapshot(rank, pieces, random_states(), index, state if rank == 0 else None)
+
+
+def _counts(model: MegatronModel) -> dict[str, int]:
+    return {
+        "optimizer_step": optimizer_step(model.optimizer),
+        "scheduler_steps": model.scheduler.num_steps if model.scheduler is not None else 0,
+    }
+
+
+def _sums(pieces: list[tuple[BlockRange, Tensor]]) -> dict[str, int]:
+    """Name and shape of every tensor -> the bits of its entries, read as integers, times a weight for each layer: exact
+    in any order, so the same in all layouts. A collective."""
+    own: dict[str, int] = {}
+    for piece, tensor in pieces:
+        block = piece.block
+        # layers, and experts, are the leading axes of their tensors, one in each block
+        axes = [offset for offset, size in zip(block.offset, block.shape, strict=True) if size == 1]
+        weight = math.prod(2 * offset + 1 for offset in axes)
+        bits = tensor.reshape(-1).view(_INTEGERS[tensor.element_size()])
+        total = weight * sum(int(part.sum(dtype=torch.int64)) for part in bits.split(_SUMMED))
+        name = f"{block.key} {'x'.join(map(str, block.global_shape))}"
+        own[name] = own.get(name, 0) + total
+    everyone: list[dict[str, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    names = sorted(set().union(*everyone))
+    return {name: sum(part.get(name, 0) for part in everyone) % 2**64 for name in names}
 
 
 def _own_pieces(model: MegatronModel) -> Iterator[tuple[BlockRange, Tensor]]:
@@ -331,6 +362,21 @@ def load_checkpoint(model: MegatronModel, folder: Path) -> dict[str, Any]:
     if unused := sorted(set(index.tensors) - set().union(*(keys for _, keys in everyone))):
         raise CheckpointError(f"{folder} holds {len(unused)} tensors that the model has not, such as {unused[:3]}")
     return state["extra"]
+
+
+def check_loaded(model: MegatronModel, folder: Path) -> None:
+    """The model holds what was saved in ``folder``, in whatever layout: call it when all is loaded, before the first
+    step. A tensor that has another shape here (the vocabulary's padding) is not compared. A collective. Raises
+    CheckpointError, on every rank, naming what differs."""
+    state, sums = read_plain(folder / STATE), _sums(list(_own_pieces(model)))
+    saved = state.get("sums", {})  # earlier releases wrote none
+    other = [f"{name} {count}, saved {state[name]}" for name, count in _counts(model).items() if count != state[name]]
+    other += [name for name in sorted(sums) if saved.get(name, sums[name]) != sums[name]]
+    if other:
+        raise CheckpointError(
+            f"what was loaded from {folder} is not what was saved: {len(other)} tensors or counts differ, such as "
+            f"{'; '.join(other[:3])}. The files have their checksums, so loading is at fault: report it as a bug"
+        )
 
 
 def _load_tensors(model: MegatronModel, reader: TensorReader) -> set[str]:

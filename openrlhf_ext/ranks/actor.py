@@ -207,3 +207,10 @@ class TrainedActor(RankActor):
 
         self.load_extra_state(load_checkpoint(self.whole_model(), Path(folder) / name))
         self.release_model()
+
+    @phase("checking what was loaded")
+    def check_loaded(self, folder: str, name: str) -> None:
+        from openrlhf_ext.megatron.checkpoint import check_loaded
+
+        check_loaded(self.whole_model(), Path(folder) / name)
+        self.release_model()

@@ -405,6 +405,7 @@ def _restored(
         logger.warning("resuming with another %s", line)
     for name, call in groups.items():
         call("load_state", timeout_s, folder=str(folder), name=name)
+        call("check_loaded", timeout_s, folder=str(folder), name=name)
     store.recover_best(folder)
     with reading(folder / GROUPS, "as safetensors"):
         arrays = safetensors.numpy.load_file(folder / GROUPS)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from openrlhf_ext.checkpoints import CheckpointError, FileEntry, check_share
 from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
 from openrlhf_ext.inputs import InputError
-from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
+from openrlhf_ext.megatron.checkpoint import check_loaded, load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.watchdog import wait_for_all
 
@@ -70,6 +70,9 @@ class Ranks:
 
     def load_state(self, folder: str, name: str) -> None:
         load_checkpoint(self.policy, Path(folder) / name)
+
+    def check_loaded(self, folder: str, name: str) -> None:
+        check_loaded(self.policy, Path(folder) / name)
 
     def save_state(self, folder: str, name: str, background: bool) -> list[FileEntry]:
         return take_snapshot(self.policy, copy=background).write(Path(folder), name)

@@ -42,7 +42,7 @@ def store(tmp_path) -> CheckpointStore:
 
 def call(method, timeout_s, *, folder, name=None):
     """Ranks that are one, which checks everything."""
-    assert (method, name) in (("check_checkpoint", None), ("load_state", "policy"))
+    assert (method, name) in (("check_checkpoint", None), ("load_state", "policy"), ("check_loaded", "policy"))
     return [check_files(Path(folder), read_manifest(Path(folder)).files)]
 
 

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.megatron import checkpoint, watchdog
-from openrlhf_ext.megatron.checkpoint import load_checkpoint, take_snapshot
+from openrlhf_ext.megatron.checkpoint import check_loaded, load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.critic import MegatronCritic, ValueTargets
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.policy import MegatronPolicy
@@ -104,10 +104,31 @@ def load_and_go_on(case: dict, folder: Path, batch: SequenceBatch, weights_N: to
     except CheckpointError as error:
         parallel_state.destroy_model_parallel()
         return {"error": str(error)}
+    check_loaded(policy, folder / "policy")
+    noticed = [*losses_noticed(policy, folder / "policy")]
     result = {"extra": extra, "steps": train(policy, batch, weights_N, 2), "weights": exported(policy)}
-    result["averages"] = averages(policy)
+    result |= {"averages": averages(policy), "noticed": noticed}
     parallel_state.destroy_model_parallel()
     return result
+
+
+def losses_noticed(policy: MegatronPolicy | MegatronCritic, folder: Path) -> Iterator[str]:
+    """What is said where the last bit of one entry is not what was saved: of weights, of each state of Adam."""
+    mine = {piece.block.key: tensor for piece, tensor in checkpoint._own_pieces(policy) if "layers" in piece.block.key}
+    first = [{key.split(".decoder")[0]: key for key in mine}]  # the last of each kind
+    dist.broadcast_object_list(first)
+    for key in first[0].values():
+        bits = mine[key].view(-1).view(checkpoint._INTEGERS[mine[key].element_size()]) if dist.get_rank() == 0 else None
+        if bits is not None:
+            bits[-1] += 1
+        try:
+            check_loaded(policy, folder)
+        except CheckpointError as error:
+            yield f"{key}: {error}"
+        else:
+            yield f"{key}: nothing"
+        if bits is not None:
+            bits[-1] -= 1
 
 
 @contextmanager

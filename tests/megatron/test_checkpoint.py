@@ -164,6 +164,19 @@ def test_the_moving_average_of_the_weights_goes_on_and_is_what_is_written(two_ra
     assert unwanted["averages"] is None and unwanted["weights"].keys() == saved["weights"].keys()
 
 
+def test_a_bit_that_was_not_loaded_is_noticed_in_every_layout(two_ranks):
+    _, jobs, results = two_ranks
+    for (kind, case, _), *ranks in zip(jobs, *results, strict=True):
+        for rank in ranks if kind == "load" else ():
+            if "error" in rank:
+                continue
+            assert {noticed.split(".")[0] for noticed in rank["noticed"]} >= {"model", "optimizer"}, case
+            for noticed in rank["noticed"]:
+                key, said = noticed.split(": ", 1)
+                begun_anew = key.startswith("average") and "nothing" in said  # the checkpoint has none
+                assert begun_anew or ("is not what was saved: 1 tensors" in said and key in said), (case, noticed)
+
+
 def test_every_file_is_listed_and_every_element_is_stored_once(two_ranks):
     root, _, results = two_ranks
     for job, name in ((0, "tp2"), (4, "pp2"), (7, "dp2")):
