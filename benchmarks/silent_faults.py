@@ -30,18 +30,19 @@ from openrlhf_ext.run.corridor import Corridor, bands_of, is_banded  # noqa: E40
 
 RESULT = record.RESULTS / "silent_faults_cpu.json"
 TRUSTED = 20
+CLEAN = 3000  # the first seed of runs without a fault
 
 
 def trials(name: str, clean: int, repeats: int) -> Iterator[tuple[str, int, lab.Fault | None]]:
     """Names, seeds, and faults of the trials of a lab: no two trials have a seed in common."""
     for seed in range(TRUSTED):
-        yield "", 1000 + seed, None
+        yield "", CLEAN + seed, None
     for number, fault in enumerate(faults.FAULTS):
         if fault.lab == name:
             for repeat in range(repeats):
                 yield fault.name, 5000 + 10 * number + repeat, fault
     for seed in range(TRUSTED, TRUSTED + clean):
-        yield "", 1000 + seed, None
+        yield "", CLEAN + seed, None
 
 
 def run(name: str, folder: Path, toy: Path, clean: int, repeats: int, only: set[str]) -> None:
