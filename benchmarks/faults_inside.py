@@ -13,11 +13,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import torch
 
 from openrlhf_ext.cli.train_ppo_ray import main
 from openrlhf_ext.driver import processes
 from openrlhf_ext.ranks import policy
 from openrlhf_ext.rollout import engine, launch
+from openrlhf_ext.rollout.worker_extension import WeightSyncExtension
 
 
 def asked(name: str) -> bool:
@@ -65,7 +69,31 @@ class RolloutEngine(engine.RolloutEngine):
     async def receive_weights(self, version: int) -> Any:
         if asked("inside_exit_receive"):
             os._exit(7)
-        return await super().receive_weights(version)
+        frame = next((name for name in _FRAMES if asked(name)), None)
+        if frame is None:
+            return await super().receive_weights(version)
+        load = WeightSyncExtension._load
+
+        def spoiled(worker: Any, stream: Any) -> Any:
+            return load(worker, (sent for number, sent in enumerate(stream) for sent in _spoiled(frame, number, sent)))
+
+        with patch.object(WeightSyncExtension, "_load", spoiled):
+            return await super().receive_weights(version)
+
+
+_FRAMES = ("inside_frame_lost", "inside_frame_twice", "inside_frame_flipped")
+
+
+def _spoiled(frame: str, number: int, sent: tuple[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """What an engine gets in the place of the second tensor of an update."""
+    if number != 1:
+        return [sent]
+    if frame == "inside_frame_flipped":
+        name, tensor = sent
+        flipped = tensor.clone()
+        flipped.view(-1).view(torch.uint8)[0] ^= 1
+        return [(name, flipped)]
+    return [] if frame == "inside_frame_lost" else [sent, sent]
 
 
 if __name__ == "__main__":

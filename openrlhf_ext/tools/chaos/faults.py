@@ -198,13 +198,14 @@ FAULTS: dict[str, Fault] = {fault.name: fault for fault in _table()}
 
 
 def draw(seed: int, trial: int, names: Sequence[str], steps: int, most: int = 3) -> list[Drawn]:
-    """One to ``most`` faults of a trial, by step; the same for the same arguments."""
+    """One to ``most`` faults of a trial, each at a step of its own; the same for the same arguments."""
     choose = random.Random(f"{seed}/{trial}")
-    found = []
-    for name in choose.sample(sorted(names), min(len(names), choose.randint(1, most))):
-        phase = choose.choice(FAULTS[name].phases)
-        step = {"start": 0, "end": steps}.get(phase) or choose.randint(0, max(0, steps - 1))
+    count = min(len(names), choose.randint(1, most), steps)
+    places, found = sorted(choose.sample(range(steps), count)), []
+    for name, step in zip(choose.sample(sorted(names), count), places, strict=True):
+        late = {"start": step > places[0], "end": step < places[-1]}  # there is but one start, and one end
+        phase = choose.choice([phase for phase in FAULTS[name].phases if not late.get(phase)])
         if phase == "loading":
             found.append(Drawn("kill_command", choose.choice(_RUNNING[:-1]), step, 0.0))
-        found.append(Drawn(name, phase, 0 if phase == "start" else step, choose.random()))
-    return sorted(found, key=lambda drawn: drawn.step)
+        found.append(Drawn(name, phase, {"start": 0, "end": steps}.get(phase, step), choose.random()))
+    return found

@@ -22,7 +22,7 @@ DEADLINES = {
     "vllm.hang_timeout_s": 15, "vllm.start_timeout_s": 120, "weight_sync.timeout_s": 15, "reward.timeout_s": 20,
     "megatron.collective_timeout_s": 20, "megatron.start_timeout_s": 120, "train.step_timeout_s": 60,
 }  # fmt: skip
-_NOTICED_S, _ENDS_S = 200.0, 420.0
+_NOTICED_S, _ENDS_S, _FAULT_S = 200.0, 420.0, 60.0
 _NOTICED = ("failure", "interrupted", "engine_replaced", "restart")
 _STATUSES = {0, 1, 129, 130, 137, 143, -1, -2, -9, -15}
 _SAID = 300
@@ -56,7 +56,7 @@ class Campaign:
             words = ["--train.max_restarts", str(restarts)]
             words += ["--ckpt.load_enable"] if starts else []
             words += ["--ckpt.fallback_enable"] if starts or restarts else []
-            until = time.monotonic() + _ENDS_S + 2 * self.seconds
+            until = time.monotonic() + _ENDS_S + 2 * self.seconds + _FAULT_S * len(pending)
             status, found = self._start(folder, words, pending, until, rows)
             starts, wrong = starts + 1, wrong + found
         if status == 0:
@@ -80,7 +80,11 @@ class Campaign:
         what is wrong with that start."""
         run = Run(self.command(folder, words), folder, self.evaluates_every, self.isolated)
         try:
-            while pending and run.reach(pending[0].phase, pending[0].step, FAULTS[pending[0].fault].victim, until):
+            while pending:
+                drawn, known = pending[0], max((row["reached"] + 1 for row in rows), default=0)
+                # what the last fault does is seen before the next one comes
+                if not run.reach(drawn.phase, max(drawn.step, known), FAULTS[drawn.fault].victim, until):
+                    break
                 rows.append(_inject(run, pending.pop(0)))
             status = run.finish(until)
         finally:
