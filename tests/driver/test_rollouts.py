@@ -3,8 +3,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from openrlhf_ext.driver.rollouts import FilterExhaustedError, Group, Prompt, PromptStream, Rollouts
 from openrlhf_ext.driver.waits import Deadline, DeadlineExceeded
 from openrlhf_ext.rewards.grading import RewardFailureLimit
-from openrlhf_ext.rollout.response import GroupRequest, Response
+from openrlhf_ext.rollout.response import GroupRequest, Response, RolloutError
 from tests.driver.simulated import Loader, Requests, options
 
 
@@ -110,6 +112,22 @@ def test_groups_in_which_the_policy_wrote_nothing_are_replaced_until_there_are_t
     requests.empty = frozenset(range(1000))
     with pytest.raises(RewardFailureLimit, match="the agent failed before the policy had written anything"):
         rollouts(requests, prompts=1000, batch_size=3).take(0)
+
+
+def test_a_completion_with_a_nan_ends_the_run_before_a_checkpoint_has_it() -> None:
+    class Spoiled(Requests):
+        def answers(self, timeout_s: float) -> list:
+            for key, made in (answers := super().answers(timeout_s)):
+                if key == 2:
+                    made[-1] = replace(made[-1], logprobs_T=np.array([-0.5, np.nan], np.float32))
+            return answers
+
+    requests = Spoiled(at_once=True)
+    made = rollouts(requests, prompts=8, max_staleness=1)
+    with pytest.raises(RolloutError, match="log-probs that are not finite"):
+        made.take(0)
+    _, finished, _ = made.snapshot()
+    assert 2 not in numbers(finished)
 
 
 def test_filtered_groups_are_replaced_at_once() -> None:
