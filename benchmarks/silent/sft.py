@@ -44,7 +44,7 @@ from openrlhf_ext.sft import train
 from openrlhf_ext.sft.checkpoints import Ranks
 from openrlhf_ext.sft.turns import Example, ExampleForm
 
-BATCH, HELD_OUT, MAX_LEN = 16, 32, 208
+BATCH, HELD_OUT, MAX_LEN, WARM_STEPS = 16, 32, 208, 80
 FIRST_TOKEN = "<|endoftext|>"  # of every text: the toy's tokenizer has none of its own
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -53,11 +53,11 @@ TEMPLATE = (
 OPTIONS: dict[str, object] = {
     "data.input_key": "messages", "data.apply_chat_template": "true", "data.multiturn": "true",
     "data.max_len": MAX_LEN, "data.tokenizer_chat_template": TEMPLATE, "eval.steps": 2, "megatron.param_dtype": "fp32",
-    "train.batch_size": BATCH, "train.micro_batch_size": 4, "train.max_epochs": 1, "adam.lr": 1e-3,
+    "train.batch_size": BATCH, "train.micro_batch_size": 4, "train.max_epochs": 1, "adam.lr": 3e-4,
     "model.num_gpus_per_node": 1,
 }  # fmt: skip
 FAULTS: list[Fault] = []
-_TRIAL_S = 120.0
+_TRIAL_S = 300.0
 
 
 # ---- trials ---------------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ _TRIAL_S = 120.0
 
 class Lab:
     """Runs on chats of the toy's arithmetic, single questions first and then several in a chat, a few of them longer
-    than ``MAX_LEN``."""
+    than ``MAX_LEN``. They begin with a model that has seen the template, and other chats, for ``WARM_STEPS`` steps."""
 
     def __init__(self, name: str, folder: Path, toy: Path) -> None:
         self.folder, self.toy = folder, toy
@@ -73,25 +73,39 @@ class Lab:
     @contextlib.contextmanager
     def opened(self) -> Iterator[Lab]:
         shutil.rmtree(self.folder, ignore_errors=True)
-        shutil.copytree(self.toy / "warm_start", self.folder / "model", ignore=shutil.ignore_patterns("checkpoints"))
-        about = self.folder / "model/tokenizer_config.json"
-        about.write_text(json.dumps({**json.loads(about.read_text()), "bos_token": FIRST_TOKEN}))
-        _write_chats(self.toy / "data/train.jsonl", self.folder / "train.jsonl", STEPS * BATCH)
-        _write_chats(self.toy / "data/heldout.jsonl", self.folder / "held_out.jsonl", HELD_OUT)
+        toy = self.folder / "toy"
+        shutil.copytree(self.toy / "warm_start", toy, ignore=shutil.ignore_patterns("checkpoints"))
+        about = json.loads((toy / "tokenizer_config.json").read_text())
+        (toy / "tokenizer_config.json").write_text(json.dumps({**about, "bos_token": FIRST_TOKEN}))
+        records, held_out = (
+            iter([json.loads(line) for line in (self.toy / f"data/{name}.jsonl").read_text().splitlines()])
+            for name in ("train", "heldout")
+        )
+        _write_chats(records, self.folder / "train.jsonl", STEPS * BATCH)
+        _write_chats(records, self.folder / "warm.jsonl", WARM_STEPS * BATCH)
+        _write_chats(held_out, self.folder / "held_out.jsonl", HELD_OUT)
         self._processes = multiprocessing.get_context("forkserver")
         self._processes.set_forkserver_preload(["benchmarks.silent.sft"])
+        out = self.folder / "warm"
+        out.mkdir()
+        words = self._words(toy, 1, out, **{"data.dataset": self.folder / "warm.jsonl", "adam.lr": 1e-3})
+        if error := self._run(words, "", "with it", out):
+            raise RuntimeError(error)
         yield self
+
+    def _words(self, model: Path, seed: int, out: Path, **more: object) -> list[str]:
+        options = OPTIONS | {
+            "model.model_name_or_path": model, "data.dataset": self.folder / "train.jsonl",
+            "eval.dataset": self.folder / "held_out.jsonl", "train.seed": seed, "ckpt.output_dir": out / "model",
+            "ckpt.path": out / "steps", "logger.metrics_path": out / "metrics.jsonl",
+        } | more  # fmt: skip
+        return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
     def trial(self, seed: int, fault: Fault | None = None) -> Outcome:
         out, began = self.folder / "trial", time.monotonic()
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
-        options = OPTIONS | {
-            "model.model_name_or_path": self.folder / "model", "data.dataset": self.folder / "train.jsonl",
-            "eval.dataset": self.folder / "held_out.jsonl", "train.seed": seed, "ckpt.output_dir": out / "model",
-            "ckpt.path": out / "steps", "logger.metrics_path": out / "metrics.jsonl",
-        }  # fmt: skip
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        words = self._words(self.folder / "warm/model", seed, out)
         name = "" if fault is None else fault.name
         if fault is not None and fault.resumes:
             self._run(words, name, "until the fault", out)
@@ -118,8 +132,7 @@ class Lab:
         return json.loads(told.read_text())
 
 
-def _write_chats(source: Path, target: Path, chats: int) -> None:
-    records = iter([json.loads(line) for line in source.read_text().splitlines()])
+def _write_chats(records: Iterator[dict[str, str]], target: Path, chats: int) -> None:
     lines = []
     for number in range(chats):
         turns = 1 if number < chats // 2 else 2 + number % 4  # one of four becomes too long

@@ -266,9 +266,12 @@ METRICS = (
         "best of N scores and of their mean: `eval_NAME_passN`, `eval_NAME_pass1`"),
     Metric("eval/loss", "nats", "supervised fine-tuning: `loss/sft` of the held-out examples"),
     Metric("eval/known", "fraction", "supervised fine-tuning: share of the held-out examples that are trained on"),
-    Metric("examples/ended", "fraction",
-        "supervised fine-tuning: share of the step's examples whose last trained token ends a text, see "
-        "`response/ended`"),
+    Metric("answers/ended", "fraction",
+        "supervised fine-tuning: share of the step's answers of which a token that ends a text is trained (of the "
+        "tokenizer, or of generation_config.json)"),
+    Metric("examples/length_mean", "tokens",
+        "supervised fine-tuning: mean length of all examples of the run, the same in every step"),
+    Metric("examples/trained_mean", "tokens", "the same of the tokens of an example that are trained on"),
     Metric("examples/repeated", "examples",
         "supervised fine-tuning: examples of the step that were trained in the same pass before"),
     Metric("tokens/trained", "tokens", "supervised fine-tuning: tokens of the step that are trained on"),

@@ -68,7 +68,7 @@ _CAUSES = (
     (r"update/|value/update", "learning rate, optimizer state, or what is trained, is other than it was"),
     (r"lr$", "the schedule begins anew, or counts other steps"),
     (r"reward|accuracy|score|eval", "the reward function, its labels, or what is sampled"),
-    (r"response|entropy|tokens|prompts|examples",
+    (r"response|entropy|tokens|prompts|examples|answers",
      "the prompts, the chat template, the end-of-text token, or how is sampled"),
     (r"", "the options of the method, or the data"),
 )  # fmt: skip

@@ -22,6 +22,11 @@ class ExampleGauges:
     def __init__(self, examples: SequenceBatch, per_epoch: int, ends: Collection[int]) -> None:
         self._examples, self._per_epoch, self._ends = examples, per_epoch, list(ends)
         self.trained = np.zeros(len(examples), np.uint8)
+        # the same in every step, and with any seed: what the template, the cut or the masks made of the records
+        self._sizes = {
+            "examples/length_mean": float(examples.lengths_B.double().mean()),
+            "examples/trained_mean": float(examples.counts_B.double().mean()),
+        }
 
     def restore(self, trained: np.ndarray | None) -> None:
         """None: of a checkpoint that does not have it; what is trained again is not counted in its pass. Raises
@@ -35,13 +40,20 @@ class ExampleGauges:
         """Of the examples that are trained after so many steps."""
         if step % self._per_epoch == 0:
             self.trained[:] = 0
-        of = self._examples.select(rows)
-        last = of.responses.bounds[1:][of.counts_B.numpy() > 0] - 1
-        ended = np.isin(of.targets_N.numpy()[last], self._ends)
         again = int(np.count_nonzero(self.trained[rows])) + len(rows) - len({*rows})
         self.trained[rows] = 1
-        gauges = {"examples/repeated": float(again)}
-        return gauges | ({"examples/ended": float(ended.mean())} if len(ended) else {})
+        return {**self._sizes, "examples/repeated": float(again)} | _ended(self._examples.select(rows), self._ends)
+
+
+def _ended(of: SequenceBatch, ends: list[int]) -> dict[str, float]:
+    """A template may write something behind an end token, which belongs to an answer that is not the last."""
+    starts_R, stops_R = np.split(of.ranges_R2.numpy(), 2, axis=1)
+    lengths_R = (stops_R - starts_R).ravel()
+    lengths_R = lengths_R[lengths_R > 0]
+    if not len(lengths_R):
+        return {}
+    ends_N = np.isin(of.targets_N.numpy(), ends)
+    return {"answers/ended": float(np.logical_or.reduceat(ends_N, np.cumsum(lengths_R) - lengths_R).mean())}
 
 
 def known_fraction(held_out: SequenceBatch, examples: SequenceBatch) -> float:
