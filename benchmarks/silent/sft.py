@@ -72,6 +72,13 @@ class Lab:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Lab]:
+        self._processes = multiprocessing.get_context("forkserver")
+        self._processes.set_forkserver_preload(["benchmarks.silent.sft"])
+        if not (self.folder / "warm/model/model.safetensors").exists():  # else the command was stopped
+            self._warm_up()
+        yield self
+
+    def _warm_up(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         toy = self.folder / "toy"
         shutil.copytree(self.toy / "warm_start", toy, ignore=shutil.ignore_patterns("checkpoints"))
@@ -84,14 +91,11 @@ class Lab:
         _write_chats(records, self.folder / "train.jsonl", STEPS * BATCH)
         _write_chats(records, self.folder / "warm.jsonl", WARM_STEPS * BATCH)
         _write_chats(held_out, self.folder / "held_out.jsonl", HELD_OUT)
-        self._processes = multiprocessing.get_context("forkserver")
-        self._processes.set_forkserver_preload(["benchmarks.silent.sft"])
         out = self.folder / "warm"
         out.mkdir()
         words = self._words(toy, 1, out, **{"data.dataset": self.folder / "warm.jsonl", "adam.lr": 1e-3})
         if error := self._run(words, "", "with it", out):
             raise RuntimeError(error)
-        yield self
 
     def _words(self, model: Path, seed: int, out: Path, **more: object) -> list[str]:
         options = OPTIONS | {
@@ -112,7 +116,8 @@ class Lab:
             words += ["--ckpt.load_enable", "true"]
         error = self._run(words, name, "with it", out)
         records: dict[int, dict[str, Any]] = {}
-        for record in read_metrics(out / "metrics.jsonl"):  # an evaluation has one of its own
+        metrics = out / "metrics.jsonl"  # none if the examples were refused
+        for record in read_metrics(metrics) if metrics.exists() else ():  # an evaluation has one of its own
             if record["step"]:
                 records.setdefault(record["step"], {}).update(record)
         told = [record for _, record in read_lines(out / "events.jsonl")]

@@ -38,6 +38,7 @@ from openrlhf_ext.options.sections import Rollout, Train
 from openrlhf_ext.ranks.movement import Moved, Movement, movement_gauges
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.run.checkpoints import (
+    Arrays,
     Checkpointer,
     State,
     check_shared_folders,
@@ -156,20 +157,19 @@ class Supervised:
         self.step = 0 if resumed is None else resumed.step
         first = dist.get_rank() == 0
         self.recorder = SupervisedRecorder(config, self.steps, self.step, events) if first else None
-        self.gauges = self._example_gauges() if first else None
-        if self.gauges is not None and resumed is not None:
-            self.gauges.restore(resumed.arrays.get("trained"))
+        self.gauges = self._example_gauges({} if resumed is None else resumed.arrays) if first else None
         self.checkpointer = Checkpointer(config, groups, data, timeout_s, events)
         events.note("ready", steps=self.steps, processes={})
 
-    def _example_gauges(self) -> ExampleGauges:
+    def _example_gauges(self, arrays: Arrays) -> ExampleGauges:
         """Says if held-out examples are no such."""
         self.known = 0.0 if self.held_out is None else known_fraction(self.held_out, self.examples)
         if self.known:
             logger.warning("eval.dataset: %.1f %% of its examples are trained on", 100 * self.known)
         path = Path(required(self.config.model_path, "model.model_name_or_path"))
         tokenizer = AutoTokenizer.from_pretrained(path, use_fast=not self.config.data.disable_fast_tokenizer)
-        return ExampleGauges(self.examples, self.per_epoch, end_tokens(saved_generation_config(path), tokenizer))
+        ends = end_tokens(saved_generation_config(path), tokenizer)
+        return ExampleGauges(self.examples, self.per_epoch, ends, arrays.get("trained"))
 
     def run(self) -> int:
         """As ``run_rank``."""
