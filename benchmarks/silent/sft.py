@@ -29,7 +29,9 @@ from openrlhf_ext import patches as upstream
 
 upstream.apply()
 
-import datasets  # noqa: F401  every trial is forked from a process that has imported it
+# every trial is forked from a process that has imported them
+import datasets  # noqa: F401
+import matplotlib.pyplot  # noqa: F401
 
 from benchmarks.silent import faults
 from benchmarks.silent.faults import wrapped, wrapped_method
