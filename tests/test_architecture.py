@@ -70,6 +70,7 @@ RULES = {
             "inputs",
             "megatron",
             "options",
+            "ranks.movement",
             "redaction",
             "reporting",
             "run",

@@ -505,10 +505,7 @@ def _rounding(actor: Any) -> Iterator[None]:
 
     def step(*args: Any) -> Any:
         made = original(*args)
-        with torch.no_grad():
-            for chunk in actor.policy.chunks:
-                for parameter in chunk.parameters():
-                    parameter.copy_(parameter.bfloat16().float())
+        round_weights(actor)
         return made
 
     with patch.object(actor.policy, "optimizer_step", step):
@@ -554,14 +551,15 @@ def after_loading(actor: Any, change: Callable[[Any], None]) -> Any:
 
 @fault("NeMo-RL#3171", "Adam's moments are lost when a run goes on", "rank", resumes=True)
 def moments_lost(actor: Any) -> list[Any]:
-    def lose(actor: Any) -> None:
-        from openrlhf_ext.megatron.checkpoint import optimizer_ranges
+    return [after_loading(actor, lose_moments)]
 
-        for held in optimizer_ranges(actor.policy.optimizer).values():
-            for name in ("exp_avg", "exp_avg_sq"):
-                held.tensors[name].zero_()
 
-    return [after_loading(actor, lose)]
+def lose_moments(actor: Any) -> None:
+    from openrlhf_ext.megatron.checkpoint import optimizer_ranges
+
+    for held in optimizer_ranges(actor.policy.optimizer).values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            held.tensors[name].zero_()
 
 
 @fault("SkyRL#1403", "Adam counts its steps from 0 when a run goes on", "rank", resumes=True)
@@ -584,13 +582,14 @@ def schedule_lost(actor: Any) -> list[Any]:
 
 @fault("OpenTau#185", "weights go through bf16 when a run goes on", "rank", resumes=True)
 def weights_rounded_on_resume(actor: Any) -> list[Any]:
-    def lose(actor: Any) -> None:
-        with torch.no_grad():
-            for chunk in actor.policy.chunks:
-                for parameter in chunk.parameters():
-                    parameter.copy_(parameter.bfloat16().float())
+    return [after_loading(actor, round_weights)]
 
-    return [after_loading(actor, lose)]
+
+def round_weights(actor: Any) -> None:
+    with torch.no_grad():
+        for chunk in actor.policy.chunks:
+            for parameter in chunk.parameters():
+                parameter.copy_(parameter.bfloat16().float())
 
 
 @fault("AReaL#1468", "a run goes on with the second moments of another layer", "rank", resumes=True)

@@ -63,7 +63,8 @@ class SpoiledEngine(_Spoiled, RolloutEngine):
 @dataclass(frozen=True)
 class Fault:
     """A published bug: ``issue`` is where, ``what`` it does. ``at`` is the process that it lives in: rank, engine, or
-    driver. ``options`` of the run that can have it. ``resumes``: it happens when a run goes on from a checkpoint."""
+    driver; of the lab ``sft`` data, which has it from the first step on, or rank. ``resumes``: it happens when a run
+    goes on from a checkpoint."""
 
     name: str
     issue: str

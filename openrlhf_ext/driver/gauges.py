@@ -27,6 +27,7 @@ from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops, peak_
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.megatron.step import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
+from openrlhf_ext.ranks.movement import movement_gauges
 from openrlhf_ext.ranks.timers import RankReport
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.rewards.counting import accuracy
@@ -341,12 +342,7 @@ def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:
         padding, repeated = (sum(map(attrgetter(name), reports)) for name in ("padding_tokens", "repeated_tokens"))
         gauges["packs/padding_fraction"] = padding / packed
         gauges["packs/shared_fraction"] = repeated / max(1, packed - padding + repeated)  # 0 where all was padding
-    if moved := [report.moved for report in reports if report.moved is not None]:
-        entries = sum(each.entries for each in moved)
-        gauges["update/rms"] = math.sqrt(sum(each.squares for each in moved) / entries)
-        gauges["update/second_moment"] = math.sqrt(sum(each.second_moments for each in moved) / entries)
-        gauges["update/still"] = sum(each.still for each in moved) / sum(each.parameters for each in moved)
-        gauges["update/adam_steps"] = float(max(each.adam_steps for each in moved))
+    gauges |= movement_gauges([report.moved for report in reports if report.moved is not None])
     if used := max(report.device_bytes for report in reports):
         gauges["memory/device_max_gib"] = used / 2**30
     return gauges | {

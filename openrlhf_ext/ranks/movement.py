@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,19 @@ class Moved:
     parameters: int
     still: int
     adam_steps: int
+
+
+def movement_gauges(moved: Sequence[Moved]) -> dict[str, float]:
+    """Of all ranks; none: there was no step."""
+    if not moved:
+        return {}
+    entries = sum(each.entries for each in moved)
+    return {
+        "update/rms": math.sqrt(sum(each.squares for each in moved) / entries),
+        "update/second_moment": math.sqrt(sum(each.second_moments for each in moved) / entries),
+        "update/still": sum(each.still for each in moved) / sum(each.parameters for each in moved),
+        "update/adam_steps": float(max(each.adam_steps for each in moved)),
+    }
 
 
 class Movement:

@@ -141,7 +141,8 @@ METRICS = (
         "1 of `grpo`, less of methods that shape by more; missing where one of them is the same in all groups"),
     Metric("mismatch/loss", "loss",
         "first update of the step: difference between the loss that the ranks report and the same loss in float64, "
-        "from the old log-probs and what was shaped"),
+        "from the old log-probs and what was shaped; supervised fine-tuning: from the log-probs and the number of "
+        "trained tokens"),
     Metric("mismatch/trained", "nats",
         "first update of the step: the same of the mean product of advantage and log-prob: which advantages the ranks "
         "gave to which tokens"),
@@ -264,6 +265,15 @@ METRICS = (
         "of a set without a name, for held-out records of several `datasource`: of each the mean over prompts of the "
         "best of N scores and of their mean: `eval_NAME_passN`, `eval_NAME_pass1`"),
     Metric("eval/loss", "nats", "supervised fine-tuning: `loss/sft` of the held-out examples"),
+    Metric("eval/known", "fraction", "supervised fine-tuning: share of the held-out examples that are trained on"),
+    Metric("answers/ended", "fraction",
+        "supervised fine-tuning: share of the step's answers of which a token that ends a text is trained (of the "
+        "tokenizer, or of generation_config.json)"),
+    Metric("examples/length_mean", "tokens",
+        "supervised fine-tuning: mean length of all examples of the run, the same in every step"),
+    Metric("examples/trained_mean", "tokens", "the same of the tokens of an example that are trained on"),
+    Metric("examples/repeated", "examples",
+        "supervised fine-tuning: examples of the step that were trained in the same pass before"),
     Metric("tokens/trained", "tokens", "supervised fine-tuning: tokens of the step that are trained on"),
     Metric("time/eval", "s", "the evaluation; not part of `time/step`"),
     Metric("time/wait_eval", "s",

@@ -68,7 +68,8 @@ _CAUSES = (
     (r"update/|value/update", "learning rate, optimizer state, or what is trained, is other than it was"),
     (r"lr$", "the schedule begins anew, or counts other steps"),
     (r"reward|accuracy|score|eval", "the reward function, its labels, or what is sampled"),
-    (r"response|entropy|tokens|prompts", "the prompts, the chat template, the end-of-text token, or how is sampled"),
+    (r"response|entropy|tokens|prompts|examples|answers",
+     "the prompts, the chat template, the end-of-text token, or how is sampled"),
     (r"", "the options of the method, or the data"),
 )  # fmt: skip
 
@@ -110,8 +111,10 @@ class Corridor:
         return [*self._left(step, record)]
 
     def _left(self, step: int, record: Mapping[str, float]) -> Iterator[Left]:
+        # an evaluation has a record of its own: it says nothing of a step's metrics, nor a step's of its
+        kinds = {_is_of_evaluation(name) for name in record if is_banded(name)}
         for metric, bands in self.bands.items():
-            band = bands[step - 1] if 0 < step <= len(bands) else None
+            band = bands[step - 1] if 0 < step <= len(bands) and _is_of_evaluation(metric) in kinds else None
             value = record.get(metric)
             if band is not None and (value is None or not band[0] <= value <= band[1]):
                 yield Left(metric, value, *band)
@@ -207,6 +210,10 @@ def make_corridor(folders: Sequence[Path]) -> dict[str, Any]:
     sides = {name: {"low": [b and b[0] for b in band], "high": [b and b[1] for b in band]}
              for name, band in bands.items() if any(band)}  # fmt: skip
     return {"runs": len(runs), "steps": steps, "options": options, "bands": sides}
+
+
+def _is_of_evaluation(metric: str) -> bool:
+    return metric.startswith("eval")
 
 
 def is_banded(metric: str) -> bool:

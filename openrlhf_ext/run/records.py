@@ -88,9 +88,13 @@ class Recorder:
         for lost in lost_outputs():
             self.events.note("output_lost", why=lost)
         self.draw()
+        self.watch(step, written)
+        return written
+
+    def watch(self, step: int, written: Mapping[str, float]) -> None:
+        """Compares a record with the trusted runs'."""
         if self.corridor is not None:
             self.corridor.look(step, written)
-        return written
 
     def draw(self, wait: bool = False) -> None:
         """Redraws the figure, in the background unless ``wait``."""
@@ -160,7 +164,7 @@ class StepRecorder(Recorder):
     def evaluation(self, step: int, logs: dict[str, float]) -> None:
         """Writes the record of an evaluation made after ``step`` steps."""
         self.last_evaluation = step
-        self.writer.write(step, logs)
+        self.watch(step, self.writer.write(step, logs))
         accuracy, error, samples = logs["eval/accuracy"], logs["eval/accuracy_stderr"], logs["eval/samples"]
         score, score_error = logs["eval/score_mean"], logs["eval/score_mean_stderr"]
         self.events.note("evaluation", accuracy=accuracy, stderr=error, samples=samples, score=score)
@@ -213,9 +217,9 @@ class SupervisedRecorder(Recorder):
             for sink in self.sinks:
                 sink.log_train(step, record)
 
-    def evaluation(self, step: int, loss: float, seconds: float) -> None:
-        logs = {"eval/loss": loss, "time/eval": seconds}
-        self.writer.write(step, logs)
+    def evaluation(self, step: int, loss: float, known: float, seconds: float) -> None:
+        logs = {"eval/loss": loss, "eval/known": known, "time/eval": seconds}
+        self.watch(step, self.writer.write(step, logs))
         for sink in self.sinks:
             sink.log_eval(step, logs)
         logger.info("step %d: held-out loss %.4f%s", step, loss, self.said_label)

@@ -19,22 +19,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from transformers import AutoTokenizer
 
 from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.megatron.distributed import initialize_distributed
+from openrlhf_ext.megatron.model.hf_files import end_tokens, saved_generation_config
 from openrlhf_ext.megatron.model.positions import chosen_factors
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from openrlhf_ext.megatron.settings import ModelSettings, layer_converters, row_costs
-from openrlhf_ext.megatron.step.batch import SequenceBatch
+from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch
 from openrlhf_ext.megatron.step.dealing import deal_rows
 from openrlhf_ext.megatron.step.schedule import sum_over_replicas
 from openrlhf_ext.megatron.watchdog import phase, start_watchdog, wait_for_all
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections import Rollout, Train
+from openrlhf_ext.ranks.movement import Moved, Movement, movement_gauges
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.run.checkpoints import (
+    Arrays,
     Checkpointer,
     State,
     check_shared_folders,
@@ -45,6 +49,7 @@ from openrlhf_ext.run.ending import listened, note_end, report_interruption
 from openrlhf_ext.run.records import SupervisedRecorder, about
 from openrlhf_ext.sft.checkpoints import Ranks
 from openrlhf_ext.sft.data import fingerprint, load_examples, read_examples, save_examples
+from openrlhf_ext.sft.gauges import ExampleGauges, known_fraction
 from openrlhf_ext.sft.loss import Answers, SupervisedLoss
 
 logger = logging.getLogger(__name__)
@@ -142,6 +147,7 @@ class Supervised:
         self.steps = self.per_epoch * config.train.max_epochs
         with phase("building the model"):
             self.policy = ranks.policy = MegatronPolicy(settings(config, self.steps))
+            self.movement = Movement(self.policy)
         if factors := chosen_factors(self.policy.shape.rotary, config.data.max_len):
             logger.info(factors)
         groups, data = {"model": ranks.call}, {"examples": fingerprint(examples)}
@@ -151,8 +157,19 @@ class Supervised:
         self.step = 0 if resumed is None else resumed.step
         first = dist.get_rank() == 0
         self.recorder = SupervisedRecorder(config, self.steps, self.step, events) if first else None
+        self.gauges = self._example_gauges({} if resumed is None else resumed.arrays) if first else None
         self.checkpointer = Checkpointer(config, groups, data, timeout_s, events)
         events.note("ready", steps=self.steps, processes={})
+
+    def _example_gauges(self, arrays: Arrays) -> ExampleGauges:
+        """Says if held-out examples are no such."""
+        self.known = 0.0 if self.held_out is None else known_fraction(self.held_out, self.examples)
+        if self.known:
+            logger.warning("eval.dataset: %.1f %% of its examples are trained on", 100 * self.known)
+        path = Path(required(self.config.model_path, "model.model_name_or_path"))
+        tokenizer = AutoTokenizer.from_pretrained(path, use_fast=not self.config.data.disable_fast_tokenizer)
+        ends = end_tokens(saved_generation_config(path), tokenizer)
+        return ExampleGauges(self.examples, self.per_epoch, ends, arrays.get("trained"))
 
     def run(self) -> int:
         """As ``run_rank``."""
@@ -187,11 +204,29 @@ class Supervised:
             rows = self._rows(self.step)
             tokens = max(1, int(self.examples.counts_B[torch.tensor(rows)].sum()))
             batch = self.examples.select(self._own(self.examples, rows))
-            metrics = self.policy.train_step(batch, Answers(batch.responses, tokens), SupervisedLoss())
+            metrics = self._update(batch, tokens)
+        if self.gauges is not None:
+            metrics |= self.gauges.step(self.step, rows)
         self.step += 1
         if self.recorder is not None:
             total, seconds = int(self.examples.lengths_B[torch.tensor(rows)].sum()), time.perf_counter() - started
             self.recorder.step(self.step, metrics, tokens, total, seconds)
+
+    def _update(self, batch: SequenceBatch, tokens: int) -> dict[str, float]:
+        """One optimizer step; its loss is computed once more, from the log-probs alone."""
+        seen: list[LogprobEntropy] = []
+        self.movement.begin()
+        metrics = self.policy.train_step(batch, Answers(batch.responses, tokens), SupervisedLoss(), seen=seen)
+        self.movement.end()
+        moved: list[Moved | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(moved, self.movement.take())
+        recounted = self._mean_loss(torch.cat([each.logprobs_N for each in seen]), tokens)
+        mismatch = {"mismatch/loss": abs(metrics["loss/policy"] - recounted)}
+        return metrics | mismatch | movement_gauges([each for each in moved if each is not None])
+
+    def _mean_loss(self, logprobs_N: torch.Tensor, tokens: int) -> float:
+        """Over the shares of all data-parallel ranks, of so many tokens."""
+        return -float(sum_over_replicas(logprobs_N.sum(dtype=torch.float64), self.policy.device)) / tokens
 
     def _rows(self, step: int) -> list[int]:
         """The examples of a step: every pass has an order of its own, which depends on the seed alone."""
@@ -215,10 +250,9 @@ class Supervised:
         started = time.perf_counter()
         with phase("evaluating"):
             own = self.held_out.select(self._own(self.held_out, list(range(len(self.held_out)))))
-            total = self.policy.logprobs(own).logprobs_N.sum(dtype=torch.float64)
-            loss = -float(sum_over_replicas(total, self.policy.device)) / int(self.held_out.counts_B.sum())
+            loss = self._mean_loss(self.policy.logprobs(own).logprobs_N, int(self.held_out.counts_B.sum()))
         if self.recorder is not None:
-            self.recorder.evaluation(self.step, loss, time.perf_counter() - started)
+            self.recorder.evaluation(self.step, loss, self.known, time.perf_counter() - started)
 
     def _someone_was_told_to_end(self) -> int:
         """The signal that any rank has got, 0 = none: all of them end after the same step."""
@@ -228,7 +262,8 @@ class Supervised:
 
     @property
     def _state(self) -> State:
-        return {"step": self.step}, {}
+        """Of rank 0."""
+        return {"step": self.step}, {} if self.gauges is None else {"trained": self.gauges.trained}
 
     def _save_and_end(self, number: int) -> int:
         with phase("saving a checkpoint"):

@@ -18,7 +18,7 @@ from openrlhf_ext.inputs import InputError
 from openrlhf_ext.reporting import EventLog, MetricsWriter
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.run.corridor import CorridorLeft, Watch, make_corridor, read_corridor, recipe, written
-from openrlhf_ext.run.records import Recorder
+from openrlhf_ext.run.records import Recorder, StepRecorder
 from tests.e2e.jobs import Task
 
 STEPS = 4
@@ -147,3 +147,30 @@ def test_only_whole_runs_of_one_recipe_make_a_corridor(task, corridor, tmp_path)
     with pytest.raises(InputError, match="has 3 steps, .* has 4"):
         make_corridor([*runs, cut])
     assert "train.seed" not in recipe(shown_options(config_of(task)))
+
+
+def test_an_evaluation_is_compared_with_evaluations_and_a_step_with_steps(task, tmp_path, caplog):
+    """They have records of their own: nothing of one is missing in the other."""
+    config, runs = config_of(task), []
+    for seed in range(3):
+        runs.append(make_run(tmp_path, f"run{seed}", config, seed))
+        with MetricsWriter(runs[-1] / "metrics.jsonl", STEPS) as metrics:
+            metrics.write(2, {"eval/accuracy": 0.5 + 0.01 * seed, "time/eval": 1.0})
+    path = tmp_path / "corridor.json"
+    path.write_text(written(make_corridor(runs)))
+    bands = read_corridor(path).bands["eval/accuracy"]
+    assert [band is None for band in bands] == [True, False, True, True]
+    found = read_corridor(path)
+    assert found.left(2, record(random.Random(1), 2)) == []
+    assert found.left(2, {"eval/accuracy": 0.51, "time/eval": 9.0}) == []
+    assert [left.metric for left in found.left(2, {"eval/accuracy": 0.1, "time/eval": 9.0})] == ["eval/accuracy"]
+    config = config_of(task, train__corridor=path, logger__metrics_path=tmp_path / "watched/metrics.jsonl")
+    recorder = StepRecorder(config, STEPS)
+    with caplog.at_level(logging.WARNING):
+        recorder.write(2, record(random.Random(3), 2))
+        assert not caplog.records
+        numbers = {"eval/accuracy": 0.1, "eval/accuracy_stderr": 0.1, "eval/samples": 9.0, "eval/score_mean": 0.1,
+                   "eval/score_mean_stderr": 0.1}  # fmt: skip
+        recorder.evaluation(2, numbers)
+    recorder.close()
+    assert [line for line in caplog.messages if "eval/accuracy is 0.1, trusted runs" in line]

@@ -142,6 +142,12 @@ def compare(task: Task, name: str, losses: list[float], evaluations: list[float]
     assert [record["loss/sft"] for record in steps] == pytest.approx(losses, rel=1e-5), name
     assert [record["eval/loss"] for record in records if "eval/loss" in record] == pytest.approx(evaluations, rel=1e-5)
     assert steps[0]["tokens/trained"] == _labels(task)
+    assert max(record["mismatch/loss"] for record in steps) < 1e-5, "the loss is that of the log-probs"
+    assert [record["update/adam_steps"] for record in steps] == [float(record["step"]) for record in steps]
+    assert {record["update/still"] for record in steps} == {0.0}
+    assert LR / 2 < steps[0]["update/rms"] < LR * 2
+    assert {(record["examples/repeated"], record["answers/ended"]) for record in steps} == {(0.0, 1.0)}
+    assert {record["eval/known"] for record in records if "eval/loss" in record} == {0.0}
     written = load_file(task.folder / name / "model.safetensors")
     start = load_file(task.model / "model.safetensors")
     for key, first in start.items():
@@ -211,6 +217,7 @@ def test_a_resumed_run_ends_in_the_same_bits(task, monkeypatch, capsys):
         assert digest(task.folder / name) == wanted[like]
         steps = [record["step"] for record in task.metrics(name) if "loss/sft" in record]
         assert steps == list(range(1, len(steps) + 1)), "the repeated steps are there once"
+        assert {record.get("examples/repeated", 0.0) for record in task.metrics(name)} == {0.0}
     streamed = [record["step"] for record in task.metrics("damaged") if record.get("update/stream_seconds", 0.0) > 0]
     assert streamed == [5, 6], "steps after the checkpoint had Adam's states in host memory"
     assert f"{newest} is truncated" in said and "going back to the checkpoint before it" in said
