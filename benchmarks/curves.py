@@ -49,13 +49,15 @@ class Recipe:
         """Of a run with everything in ``folder``; ``more``: further options, ``train__seed`` for ``train.seed``."""
         given = options | {"ckpt.output_dir": folder, "ckpt.path": folder / "checkpoints"}
         given |= {name.replace("__", "."): value for name, value in more.items()}
-        return [sys.executable, "-m", self.module, *(str(w) for name, value in given.items() for w in (f"--{name}", value))]
+        words = (str(word) for name, value in given.items() for word in (f"--{name}", value))
+        return [sys.executable, "-m", self.module, *words]
 
 
 def _made(*words: object) -> str:
     """What a program of examples/python has printed. Raises subprocess.CalledProcessError."""
     program, *rest = map(str, words)
-    return subprocess.run([sys.executable, str(EXAMPLES / program), *rest], check=True, stdout=-1, text=True).stdout
+    command = [sys.executable, str(EXAMPLES / program), *rest]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def _toy(work: Path) -> Path:
@@ -130,7 +132,6 @@ def measured(name: str, work: Path) -> dict[str, Any]:
         "steps": recipe.steps, "metrics": len(corridor.bands), "trusted_seeds": [*recipe.trusted],
         "fresh_seeds": [*recipe.fresh], "alarms": alarms,
         "seconds": [int((folder / "seconds").read_text()) for folder in (*trusted, *fresh)],
-        **record.environment(*PACKAGES),
     }  # fmt: skip
 
 
@@ -142,9 +143,10 @@ def main() -> int:
     work = asked.work.resolve()
     os.chdir(record.ROOT)
     CORRIDORS.mkdir(exist_ok=True)
+    about = record.environment(*PACKAGES)  # before the corridors change the work tree
     found = json.loads(RESULT.read_text())["recipes"] if RESULT.exists() else {}
     for name in asked.recipes:
-        found[name] = measured(name, work)
+        found[name] = about | measured(name, work)
         record.write(RESULT, {"what": "runs of other seeds, held against frozen corridors", "recipes": found})
     return 0
 
