@@ -35,83 +35,72 @@ EXAMPLES = record.ROOT / "examples/python"
 RUN_S = 3600
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """``prepare`` makes in a folder what the runs need and returns their options."""
-
-    module: str
-    steps: int
-    prepare: Callable[[Path], dict[str, Any]]
-    trusted: range
-    fresh: range
-
-    def command(self, options: dict[str, Any], folder: Path, **more: object) -> list[str]:
-        """Of a run with everything in ``folder``; ``more``: further options, ``train__seed`` for ``train.seed``."""
-        given = options | {"ckpt.output_dir": folder, "ckpt.path": folder / "checkpoints"}
-        given |= {name.replace("__", "."): value for name, value in more.items()}
-        words = (str(word) for name, value in given.items() for word in (f"--{name}", value))
-        return [sys.executable, "-m", self.module, *words]
-
-
 def _made(*words: object) -> str:
-    """What a program of examples/python has printed. Raises subprocess.CalledProcessError."""
+    """The last line that a program of examples/python has printed. Raises subprocess.CalledProcessError."""
     program, *rest = map(str, words)
     command = [sys.executable, str(EXAMPLES / program), *rest]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip().splitlines()[-1]
 
 
 def _toy(work: Path) -> Path:
     _made("toy_policy.py", "--output_dir", work / "warm_start", "--data_dir", work / "data")
-    return work
+    return work / "warm_start"
 
 
-def quickstart(work: Path) -> dict[str, Any]:
-    """Of examples/scripts/quickstart.sh."""
-    toy = _toy(work)
-    return {
-        "config": record.ROOT / "configs/quickstart.yaml", "actor.model_name_or_path": toy / "warm_start",
-        "data.prompt_dataset": toy / "data/train.jsonl", "data.max_samples": 8 * 32,
-        "eval.dataset": toy / "data/heldout.jsonl", "reward.remote_url": EXAMPLES / "reward_arithmetic.py",
-    }  # fmt: skip
+def _real(work: Path) -> Path:
+    _made("gym_task.py", "--output_dir", work / "data")
+    return Path(_made("real_model.py"))
 
 
-def real_model(work: Path) -> dict[str, Any]:
-    """Of examples/scripts/real_model.sh."""
-    model = _made("real_model.py").strip().splitlines()[-1]
-    _made("gym_task.py", "--output_dir", work / "gym")
-    return {
-        "config": record.ROOT / "configs/real_model.yaml", "actor.model_name_or_path": model,
-        "data.prompt_dataset": work / "gym/train.jsonl", "data.max_samples": 3 * 8,
-        "eval.dataset": work / "gym/heldout.jsonl", "reward.remote_url": EXAMPLES / "reward_gsm8k.py",
-    }  # fmt: skip
+@dataclass(frozen=True)
+class Recipe:
+    """``prepare`` writes problems into ``data`` of a folder, which is returned with the model's."""
 
+    module: str
+    prepare: Callable[[Path], Path]
+    options: dict[str, Any]
+    trusted: range
+    fresh: range
 
-def sft(work: Path) -> dict[str, Any]:
-    """Of docs/sft.md, on the toy policy and its problems, at a rate that moves so small a model."""
-    toy = _toy(work)
-    return {
-        "model.model_name_or_path": toy / "warm_start", "model.num_gpus_per_node": 2, "megatron.param_dtype": "fp32",
-        "data.dataset": toy / "data/train.jsonl", "data.input_key": "question", "data.output_key": "answer",
-        "data.max_len": 512, "data.max_samples": 12 * 128, "eval.dataset": toy / "data/heldout.jsonl", "eval.steps": 4,
-        "train.batch_size": 128, "train.micro_batch_size": 8, "train.max_epochs": 1, "adam.lr": 3e-4,
-    }  # fmt: skip
+    def command(self, model: Path, data: Path, folder: Path, **more: object) -> list[str]:
+        """Of a run with everything in ``folder``; ``more``: further options, ``train__seed`` for ``train.seed``."""
+        entity, examples = ("model", "dataset") if self.module.endswith("sft") else ("actor", "prompt_dataset")
+        given = self.options | {
+            f"{entity}.model_name_or_path": model, f"data.{examples}": data / "train.jsonl",
+            "eval.dataset": data / "heldout.jsonl", "ckpt.output_dir": folder, "ckpt.path": folder / "checkpoints",
+        } | {name.replace("__", "."): value for name, value in more.items()}  # fmt: skip
+        words = (str(word) for name, value in given.items() for word in (f"--{name}", value))
+        return [sys.executable, "-m", self.module, *words]
 
 
 RECIPES = {
-    "sft": Recipe("openrlhf_ext.cli.train_sft", 12, sft, range(11, 16), range(21, 27)),
-    "quickstart": Recipe("openrlhf_ext.cli.train_ppo_ray", 8, quickstart, range(11, 16), range(21, 24)),
-    "real_model": Recipe("openrlhf_ext.cli.train_ppo_ray", 3, real_model, range(11, 14), range(21, 24)),
-}
+    # docs/sft.md, on the toy policy and its problems, at a rate that moves so small a model
+    "sft": Recipe("openrlhf_ext.cli.train_sft", _toy, {
+        "model.num_gpus_per_node": 2, "megatron.param_dtype": "fp32", "data.input_key": "question",
+        "data.output_key": "answer", "data.max_len": 512, "data.max_samples": 12 * 128, "eval.steps": 4,
+        "train.batch_size": 128, "train.micro_batch_size": 8, "train.max_epochs": 1, "adam.lr": 3e-4,
+    }, range(11, 16), range(21, 27)),
+    # examples/scripts/quickstart.sh
+    "quickstart": Recipe("openrlhf_ext.cli.train_ppo_ray", _toy, {
+        "config": record.ROOT / "configs/quickstart.yaml", "data.max_samples": 8 * 32,
+        "reward.remote_url": EXAMPLES / "reward_arithmetic.py",
+    }, range(11, 16), range(21, 24)),
+    # examples/scripts/real_model.sh
+    "real_model": Recipe("openrlhf_ext.cli.train_ppo_ray", _real, {
+        "config": record.ROOT / "configs/real_model.yaml", "data.max_samples": 3 * 8,
+        "reward.remote_url": EXAMPLES / "reward_gsm8k.py",
+    }, range(11, 14), range(21, 24)),
+}  # fmt: skip
 
 
-def runs(recipe: Recipe, work: Path, options: dict[str, Any], seeds: Sequence[int]) -> list[Path]:
+def runs(recipe: Recipe, model: Path, work: Path, seeds: Sequence[int]) -> list[Path]:
     """The folders of whole runs; one that is there is not repeated. Raises subprocess.CalledProcessError."""
     folders = [work / str(seed) for seed in seeds]
     for seed, folder in zip(seeds, folders, strict=True):
         if not (folder / "seconds").exists():
-            print(f"{work.name}: seed {seed}", flush=True)
             started = time.monotonic()
-            subprocess.run(recipe.command(options, folder, train__seed=seed), check=True, timeout=RUN_S)
+            command = recipe.command(model, work / "data", folder, train__seed=seed)
+            subprocess.run(command, check=True, timeout=RUN_S)
             (folder / "seconds").write_text(f"{time.monotonic() - started:.0f}")
     return folders
 
@@ -119,20 +108,18 @@ def runs(recipe: Recipe, work: Path, options: dict[str, Any], seeds: Sequence[in
 def measured(name: str, work: Path) -> dict[str, Any]:
     """Writes the corridor of a recipe; what its fresh runs were told."""
     recipe, path = RECIPES[name], CORRIDORS / f"{name}.json"
-    options = recipe.prepare(work)
-    trusted, fresh = (runs(recipe, work / name, options, seeds) for seeds in (recipe.trusted, recipe.fresh))
-    words = [*map(str, trusted), "--output", str(work / f"{name}.html"), "--write_corridor", str(path)]
+    model = recipe.prepare(work)
+    trusted, fresh = (runs(recipe, model, work, seeds) for seeds in (recipe.trusted, recipe.fresh))
+    words = [*map(str, trusted), "--output", str(work / "report.html"), "--write_corridor", str(path)]
     subprocess.run([sys.executable, "-m", "openrlhf_ext.cli.report", *words], check=True)
     corridor, alarms = read_corridor(path), {}
     for folder in fresh:
-        steps = [each for each in read_metrics(folder / "metrics.jsonl") if each["step"] > 0]
-        if told := [f"step {each['step']}: {left}" for each in steps for left in corridor.left(each["step"], each)]:
+        lines = read_metrics(folder / "metrics.jsonl")
+        if told := [f"step {each['step']}: {left}" for each in lines for left in corridor.left(each["step"], each)]:
             alarms[folder.name] = told
-    return {
-        "steps": recipe.steps, "metrics": len(corridor.bands), "trusted_seeds": [*recipe.trusted],
-        "fresh_seeds": [*recipe.fresh], "alarms": alarms,
-        "seconds": [int((folder / "seconds").read_text()) for folder in (*trusted, *fresh)],
-    }  # fmt: skip
+    seeds = {"trusted_seeds": [*recipe.trusted], "fresh_seeds": [*recipe.fresh]}
+    seconds = [int((folder / "seconds").read_text()) for folder in (*trusted, *fresh)]
+    return {**seeds, "metrics": len(corridor.bands), "alarms": alarms, "seconds": seconds}
 
 
 def main() -> int:
@@ -146,7 +133,7 @@ def main() -> int:
     about = record.environment(*PACKAGES)  # before the corridors change the work tree
     found = json.loads(RESULT.read_text())["recipes"] if RESULT.exists() else {}
     for name in asked.recipes:
-        found[name] = about | measured(name, work)
+        found[name] = about | measured(name, work / name)
         record.write(RESULT, {"what": "runs of other seeds, held against frozen corridors", "recipes": found})
     return 0
 

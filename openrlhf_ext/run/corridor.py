@@ -54,6 +54,7 @@ _NOT_TIME = re.compile(r".*(seconds|_seconds|tokens_per_second|weight_sync/versi
 _AGREEMENT = re.compile(
     r"(kl/rollout|mismatch/(?!ess)|weight_sync/probe|guide/rollout|algorithm/(abs_log_ratio|policy_kl)|advantage/group)"
 )
+_EVALUATION = ("eval/", "eval_")
 _ROOM = 2.0
 _SHARE = 0.03
 _SHOWN = 6
@@ -106,11 +107,16 @@ class Corridor:
     bands: Mapping[str, Sequence[tuple[float, float] | None]]
 
     def left(self, step: int, record: Mapping[str, float]) -> list[Left]:
-        """What of a step's record is outside; nothing of steps after the trusted runs' last."""
+        """What of a step's record, or of the evaluation's after it, is outside; nothing of steps after the trusted
+        runs' last."""
         return [*self._left(step, record)]
 
     def _left(self, step: int, record: Mapping[str, float]) -> Iterator[Left]:
+        # the two are lines of their own: neither lacks what the other has
+        evaluation = any(name.startswith(_EVALUATION) for name in record)
         for metric, bands in self.bands.items():
+            if metric.startswith(_EVALUATION) != evaluation:
+                continue
             band = bands[step - 1] if 0 < step <= len(bands) else None
             value = record.get(metric)
             if band is not None and (value is None or not band[0] <= value <= band[1]):

@@ -88,9 +88,13 @@ class Recorder:
         for lost in lost_outputs():
             self.events.note("output_lost", why=lost)
         self.draw()
+        self._compare(step, written)
+        return written
+
+    def _compare(self, step: int, written: Mapping[str, float]) -> None:
+        """Raises CorridorLeft."""
         if self.corridor is not None:
             self.corridor.look(step, written)
-        return written
 
     def draw(self, wait: bool = False) -> None:
         """Redraws the figure, in the background unless ``wait``."""
@@ -167,6 +171,7 @@ class StepRecorder(Recorder):
         graded = f", mean score {score:.3f} +- {score_error:.3f}" if score != accuracy else ""
         said = "step %d: held-out accuracy %.3f +- %.3f%s (%d samples)%s"
         logger.info(said, step, accuracy, error, graded, samples, self.said_label)
+        self._compare(step, logs)
 
     def close(self) -> None:
         super().close()
@@ -219,6 +224,7 @@ class SupervisedRecorder(Recorder):
         for sink in self.sinks:
             sink.log_eval(step, logs)
         logger.info("step %d: held-out loss %.4f%s", step, loss, self.said_label)
+        self._compare(step, logs)
 
     def close(self) -> None:
         super().close()

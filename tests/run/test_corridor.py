@@ -18,7 +18,7 @@ from openrlhf_ext.inputs import InputError
 from openrlhf_ext.reporting import EventLog, MetricsWriter
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.run.corridor import CorridorLeft, Watch, make_corridor, read_corridor, recipe, written
-from openrlhf_ext.run.records import Recorder
+from openrlhf_ext.run.records import Recorder, StepRecorder
 from tests.e2e.jobs import Task
 
 STEPS = 4
@@ -41,13 +41,20 @@ def record(draw: random.Random, step: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def make_run(folder, name, config, seed):
+def evaluated(draw: random.Random) -> dict[str, float]:
+    names = ("accuracy", "accuracy_stderr", "score_mean", "score_mean_stderr", "samples")
+    return {f"eval/{name}": 0.3 + draw.uniform(0, 0.1) for name in names}
+
+
+def make_run(folder, name, config, seed, evaluates=False):
     run = folder / name
     with EventLog(run / "events.jsonl") as events, MetricsWriter(run / "metrics.jsonl") as metrics:
         events.note("start", options=shown_options(config))
         draw = random.Random(seed)
         for step in range(1, STEPS + 1):
             metrics.write(step, record(draw, step))
+            if evaluates and step == 2:
+                metrics.write(step, evaluated(draw))
     return run
 
 
@@ -112,6 +119,20 @@ def test_a_run_compares_its_steps(task, corridor, caplog):
     recorder.close()
     (told,) = [line.getMessage() for line in caplog.records if "corridor" in line.getMessage()]
     assert "step 2 is outside" in told and "grad_norm is 7, trusted runs" in told and "the loss is scaled" in told
+
+
+def test_evaluations_are_compared_and_steps_lack_nothing_of_them(task, tmp_path):
+    runs = [make_run(tmp_path, str(n), config_of(task), n, evaluates=True) for n in range(5)]
+    path, draw = tmp_path / "evaluated.json", random.Random(3)
+    path.write_text(written(make_corridor(runs)))
+    more = {"train__corridor": path, "train__corridor_action": "fail"}
+    recorder = StepRecorder(config_of(task, logger__metrics_path=tmp_path / "watched/metrics.jsonl", **more), STEPS)
+    recorder.write(2, record(draw, 2))
+    recorder.evaluation(2, evaluated(draw))
+    recorder.evaluation(3, {**evaluated(draw), "eval/accuracy": 0.9})  # the trusted runs have none there
+    with pytest.raises(CorridorLeft, match="step 2 .*5 trusted runs(?s:.*)eval/accuracy is 0.9, trusted runs 0"):
+        recorder.evaluation(2, {**evaluated(draw), "eval/accuracy": 0.9})
+    recorder.close()
 
 
 def test_files_of_other_recipes_metrics_and_kinds_are_refused_by_name(task, corridor, tmp_path):
