@@ -112,14 +112,26 @@ def measured(name: str, work: Path) -> dict[str, Any]:
     trusted, fresh = (runs(recipe, model, work, seeds) for seeds in (recipe.trusted, recipe.fresh))
     words = [*map(str, trusted), "--output", str(work / "report.html"), "--write_corridor", str(path)]
     subprocess.run([sys.executable, "-m", "openrlhf_ext.cli.report", *words], check=True)
-    corridor, alarms = read_corridor(path), {}
+    corridor, steps, alarms = read_corridor(path), json.loads(path.read_text())["steps"], {}
     for folder in fresh:
         lines = read_metrics(folder / "metrics.jsonl")
         if told := [f"step {each['step']}: {left}" for each in lines for left in corridor.left(each["step"], each)]:
             alarms[folder.name] = told
     seeds = {"trusted_seeds": [*recipe.trusted], "fresh_seeds": [*recipe.fresh]}
     seconds = [int((folder / "seconds").read_text()) for folder in (*trusted, *fresh)]
-    return {**seeds, "metrics": len(corridor.bands), "alarms": alarms, "seconds": seconds}
+    return {**seeds, "steps": steps, "metrics": len(corridor.bands), "alarms": alarms, "seconds": seconds}
+
+
+def table() -> str:
+    """docs/faults.md: how often runs of other seeds leave the corridors."""
+    lines = ["| recipe | steps | metrics | trusted runs | further runs | with an alarm |", "|---|---|---|---|---|---|"]
+    for name, each in record.load(RESULT.name)["recipes"].items():
+        runs = f"{len(each['trusted_seeds'])} | {len(each['fresh_seeds'])} | {len(each['alarms'])}"
+        lines.append(f"| `{name}` | {each['steps']} | {each['metrics']} | {runs} |")
+    return "\n".join(lines)
+
+
+TEXTS = {"table": table}
 
 
 def main() -> int:

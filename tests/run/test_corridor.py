@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import curves
 from openrlhf_ext.cli import report
-from openrlhf_ext.config import load_config
+from openrlhf_ext.config import RunConfig, load_config
+from openrlhf_ext.config.load import load
+from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.config.show import shown_options
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.inputs import InputError
@@ -168,3 +171,11 @@ def test_only_whole_runs_of_one_recipe_make_a_corridor(task, corridor, tmp_path)
     with pytest.raises(InputError, match="has 3 steps, .* has 4"):
         make_corridor([*runs, cut])
     assert "train.seed" not in recipe(shown_options(config_of(task)))
+
+
+@pytest.mark.parametrize("name", curves.RECIPES)
+def test_frozen_corridors_are_of_the_recipes_as_they_are(name, tmp_path):
+    command = curves.RECIPES[name].command(tmp_path, tmp_path, tmp_path / "out")
+    kind = SupervisedConfig if "train_sft" in command[2] else RunConfig
+    frozen = read_corridor(curves.CORRIDORS / f"{name}.json")
+    assert frozen.faults(load(kind, command[3:], [])) == [], "python benchmarks/curves.py makes new ones"
