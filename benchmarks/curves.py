@@ -42,14 +42,9 @@ def _made(*words: object) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip().splitlines()[-1]
 
 
-def _toy(work: Path, *options: object) -> Path:
-    _made("toy_policy.py", "--output_dir", work / "warm_start", "--data_dir", work / "data", *options)
+def _toy(work: Path) -> Path:
+    _made("toy_policy.py", "--output_dir", work / "warm_start", "--data_dir", work / "data")
     return work / "warm_start"
-
-
-def _beginner(work: Path) -> Path:
-    """The toy policy before another processor's rounding has grown to another policy."""
-    return _toy(work, "--knowledge_steps", 36, "--careless_steps", 2)
 
 
 def _real(work: Path) -> Path:
@@ -79,12 +74,12 @@ class Recipe:
 
 
 RECIPES = {
-    # docs/sft.md, at a rate that moves so small a model
-    "sft": Recipe("openrlhf_ext.cli.train_sft", _beginner, {
+    # docs/sft.md, on the toy policy and its problems, at a rate that moves so small a model
+    "sft": Recipe("openrlhf_ext.cli.train_sft", _toy, {
         "model.num_gpus_per_node": 2, "megatron.param_dtype": "fp32", "data.input_key": "question",
         "data.output_key": "answer", "data.max_len": 512, "data.max_samples": 12 * 128, "eval.steps": 4,
         "train.batch_size": 128, "train.micro_batch_size": 8, "train.max_epochs": 1, "adam.lr": 3e-4,
-    }, range(11, 16), range(21, 24)),
+    }, range(11, 16), range(21, 27)),
     # examples/scripts/quickstart.sh
     "quickstart": Recipe("openrlhf_ext.cli.train_ppo_ray", _toy, {
         "config": record.ROOT / "configs/quickstart.yaml", "data.max_samples": 8 * 32,
