@@ -173,7 +173,7 @@ def test_only_whole_runs_of_one_recipe_make_a_corridor(task, corridor, tmp_path)
     assert "train.seed" not in recipe(shown_options(config_of(task)))
 
 
-@pytest.mark.parametrize("name", curves.RECIPES)
+@pytest.mark.parametrize("name", sorted(path.stem for path in curves.CORRIDORS.glob("*.json")))
 def test_frozen_corridors_are_of_the_recipes_as_they_are(name, tmp_path):
     command = curves.RECIPES[name].command(tmp_path, tmp_path, tmp_path / "out")
     kind = SupervisedConfig if "train_sft" in command[2] else RunConfig
