@@ -40,6 +40,10 @@ MEASURES: dict[str, tuple[str, ...]] = {
         f"openrlhf_ext/{part}.py" for part in ("megatron/layers/adapted", "rollout/adapters", "ranks/publishing")
     ),
     "algorithms.json": ("openrlhf_ext/algorithms",),
+    "curves_cpu.json": (
+        *_TOY, "configs/real_model.yaml", "examples/python/gym_task.py", "examples/python/reward_gsm8k.py",
+        "openrlhf_ext/run/corridor.py",
+    ),
     "end_to_end_cpu.json": (*_TOY, *(f"openrlhf_ext/{part}" for part in _STEP)),
     "engine_side_cpu.json": (
         "openrlhf_ext/rollout/scheduler.py", "openrlhf_ext/rollout/response.py", "openrlhf_ext/rewards/executor.py",

@@ -107,7 +107,8 @@ class Corridor:
     bands: Mapping[str, Sequence[tuple[float, float] | None]]
 
     def left(self, step: int, record: Mapping[str, float]) -> list[Left]:
-        """What of a step's record is outside; nothing of steps after the trusted runs' last."""
+        """What of a step's record, or of the evaluation's after it, is outside; nothing of steps after the trusted
+        runs' last."""
         return [*self._left(step, record)]
 
     def _left(self, step: int, record: Mapping[str, float]) -> Iterator[Left]:

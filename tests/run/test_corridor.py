@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import curves
 from openrlhf_ext.cli import report
-from openrlhf_ext.config import load_config
+from openrlhf_ext.config import RunConfig, load_config
+from openrlhf_ext.config.load import load
+from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.config.show import shown_options
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.inputs import InputError
@@ -41,13 +44,20 @@ def record(draw: random.Random, step: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def make_run(folder, name, config, seed):
+def evaluated(draw: random.Random) -> dict[str, float]:
+    names = ("accuracy", "accuracy_stderr", "score_mean", "score_mean_stderr", "samples")
+    return {f"eval/{name}": 0.3 + draw.uniform(0, 0.1) for name in names}
+
+
+def make_run(folder, name, config, seed, evaluates=False):
     run = folder / name
     with EventLog(run / "events.jsonl") as events, MetricsWriter(run / "metrics.jsonl") as metrics:
         events.note("start", options=shown_options(config))
         draw = random.Random(seed)
         for step in range(1, STEPS + 1):
             metrics.write(step, record(draw, step))
+            if evaluates and step == 2:
+                metrics.write(step, evaluated(draw))
     return run
 
 
@@ -114,6 +124,20 @@ def test_a_run_compares_its_steps(task, corridor, caplog):
     assert "step 2 is outside" in told and "grad_norm is 7, trusted runs" in told and "the loss is scaled" in told
 
 
+def test_evaluations_are_compared_and_steps_lack_nothing_of_them(task, tmp_path):
+    runs = [make_run(tmp_path, str(n), config_of(task), n, evaluates=True) for n in range(5)]
+    path, draw = tmp_path / "evaluated.json", random.Random(3)
+    path.write_text(written(make_corridor(runs)))
+    more = {"train__corridor": path, "train__corridor_action": "fail"}
+    recorder = StepRecorder(config_of(task, logger__metrics_path=tmp_path / "watched/metrics.jsonl", **more), STEPS)
+    recorder.write(2, record(draw, 2))
+    recorder.evaluation(2, evaluated(draw))
+    recorder.evaluation(3, {**evaluated(draw), "eval/accuracy": 0.9})  # the trusted runs have none there
+    with pytest.raises(CorridorLeft, match="step 2 .*5 trusted runs(?s:.*)eval/accuracy is 0.9, trusted runs 0"):
+        recorder.evaluation(2, {**evaluated(draw), "eval/accuracy": 0.9})
+    recorder.close()
+
+
 def test_files_of_other_recipes_metrics_and_kinds_are_refused_by_name(task, corridor, tmp_path):
     def refused(path, **more):
         config = config_of(task, train__corridor=path, **more)
@@ -174,3 +198,11 @@ def test_an_evaluation_is_compared_with_evaluations_and_a_step_with_steps(task, 
         recorder.evaluation(2, numbers)
     recorder.close()
     assert [line for line in caplog.messages if "eval/accuracy is 0.1, trusted runs" in line]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in curves.CORRIDORS.glob("*.json")))
+def test_frozen_corridors_are_of_the_recipes_as_they_are(name, tmp_path):
+    command = curves.RECIPES[name].command(tmp_path, tmp_path, tmp_path / "out")
+    kind = SupervisedConfig if "train_sft" in command[2] else RunConfig
+    frozen = read_corridor(curves.CORRIDORS / f"{name}.json")
+    assert frozen.faults(load(kind, command[3:], [])) == [], "python benchmarks/curves.py makes new ones"
