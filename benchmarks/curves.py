@@ -84,12 +84,12 @@ RECIPES = {
     "quickstart": Recipe("openrlhf_ext.cli.train_ppo_ray", _toy, {
         "config": record.ROOT / "configs/quickstart.yaml", "data.max_samples": 8 * 32,
         "reward.remote_url": EXAMPLES / "reward_arithmetic.py",
-    }, range(11, 15), range(0)),
+    }, range(11, 21), range(41, 45)),
     # examples/scripts/real_model.sh
     "real_model": Recipe("openrlhf_ext.cli.train_ppo_ray", _real, {
         "config": record.ROOT / "configs/real_model.yaml", "data.max_samples": 3 * 8,
         "reward.remote_url": EXAMPLES / "reward_gsm8k.py",
-    }, range(11, 14), range(0)),
+    }, range(11, 14), range(21, 23)),
 }  # fmt: skip
 
 
