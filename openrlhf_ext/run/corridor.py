@@ -52,7 +52,8 @@ _FREE = re.compile(
 _MACHINE = ("time", "time/", "throughput/", "memory/", "rank/", "offload/", "step", "label", "engines/", "packs/")
 _NOT_TIME = re.compile(r".*(seconds|_seconds|tokens_per_second|weight_sync/version)$")
 _AGREEMENT = re.compile(
-    r"(kl/rollout|mismatch/(?!ess)|weight_sync/probe|guide/rollout|algorithm/(abs_log_ratio|policy_kl)|advantage/group)"
+    r"(kl/rollout|mismatch/(?!ess)|weight_sync/probe|guide/rollout|algorithm/(abs_log_ratio|policy_kl)|"
+    r"advantage/group_mean)"
 )
 _ROOM = 2.0
 _SHARE = 0.03
@@ -245,15 +246,17 @@ def bands_of(
     whole = [each if len(each) == len(runs) and all(map(math.isfinite, each)) else [] for each in values]
     # what is the same in all runs is not like it is at other steps: a learning rate, a count
     near = [each if len({*each}) == 1 else sum(whole[max(0, i - 1) : i + 2], []) for i, each in enumerate(whole)]
-    return [_band(metric, values) if each else None for each, values in zip(whole, near, strict=True)]
+    signed = any(value < 0 for each in whole for value in each)
+    return [_band(metric, values, signed) if each else None for each, values in zip(whole, near, strict=True)]
 
 
-def _band(metric: str, values: Sequence[float]) -> tuple[float, float]:
+def _band(metric: str, values: Sequence[float], signed: bool) -> tuple[float, float]:
+    """``signed``: the metric was negative at some step; it may be at those where it was not."""
     low, high = min(values), max(values)
     if _AGREEMENT.match(metric):
         most = max(10 * max(high, -low), 1e-9)
         return -most, most
-    if low > 0:
+    if low > 0 and not signed:
         room = _ROOM * math.log(high / low) + 1e-6
         low, high, least, most = low * math.exp(-room), high * math.exp(room), low, high
     else:

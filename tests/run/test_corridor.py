@@ -20,7 +20,7 @@ from openrlhf_ext.driver import preflight
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.reporting import EventLog, MetricsWriter
 from openrlhf_ext.reporting.lines import read_lines
-from openrlhf_ext.run.corridor import CorridorLeft, Watch, make_corridor, read_corridor, recipe, written
+from openrlhf_ext.run.corridor import CorridorLeft, Watch, bands_of, make_corridor, read_corridor, recipe, written
 from openrlhf_ext.run.records import Recorder, StepRecorder
 from tests.e2e.jobs import Task
 
@@ -107,10 +107,28 @@ def test_bands_hold_what_they_are_made_of(values):
     from openrlhf_ext.run.corridor import _band
 
     for metric in ("grad_norm", "reward/mean", "kl/rollout", "accuracy/mean"):
-        low, high = _band(metric, values)
+        low, high = _band(metric, values, signed=False)
         assert all(low <= value <= high for value in values)
-        low, high = _band(metric, [-value for value in values])
+        low, high = _band(metric, [-value for value in values], signed=True)
         assert all(low <= -value <= high for value in values)
+
+
+def test_a_metric_that_is_negative_at_another_step_may_be_so_here():
+    name = "conflict/prefix_advantage"  # it was, in runs without a fault
+    runs = [{1: {name: 0.001 * n}, 2: {name: 0.002}, 3: {name: 0.004 * n}, 4: {name: -0.1}} for n in (1, 2, 3)]
+    (low, high), *_ = bands_of(name, runs, 4)
+    assert low < 0 < high
+    positive = [{step: {name: abs(each[name])} for step, each in run.items()} for run in runs]
+    (low, high), *_ = bands_of(name, positive, 4)
+    assert 0 < low < 0.001
+
+
+def test_advantages_that_are_not_divided_by_the_deviation_leave():
+    runs = [{1: {"advantage/group_rms": 0.935, "advantage/group_mean_abs": 1e-9}}] * 3
+    low, high = bands_of("advantage/group_rms", runs, 1)[0]
+    assert low > 0.39
+    low, high = bands_of("advantage/group_mean_abs", runs, 1)[0]
+    assert low < -1e-9 and high == pytest.approx(1e-8)
 
 
 def test_a_run_compares_its_steps(task, corridor, caplog):
