@@ -50,6 +50,8 @@ _FREE = re.compile(
     r"_mib|_gib|layout|offload|enable_sleep|max_requests|max_num_.*|corridor.*|environment|head|head_kernels|tflops)$"
 )
 _MACHINE = ("time", "time/", "throughput/", "memory/", "rank/", "offload/", "step", "label", "engines/", "packs/")
+# of the few tokens that completions share: twenty runs do not say how far these go in another one
+_RARE = ("conflict/",)
 _NOT_TIME = re.compile(r".*(seconds|_seconds|tokens_per_second|weight_sync/version)$")
 _AGREEMENT = re.compile(
     r"(kl/rollout|mismatch/(?!ess)|weight_sync/probe|guide/rollout|algorithm/(abs_log_ratio|policy_kl)|"
@@ -219,7 +221,7 @@ def _is_of_evaluation(metric: str) -> bool:
 
 
 def is_banded(metric: str) -> bool:
-    return not metric.startswith(_MACHINE) and not _NOT_TIME.match(metric)
+    return not metric.startswith((*_MACHINE, *_RARE)) and not _NOT_TIME.match(metric)
 
 
 def _options(folder: Path) -> Mapping[str, Any]:

@@ -114,7 +114,7 @@ def test_bands_hold_what_they_are_made_of(values):
 
 
 def test_a_metric_that_is_negative_at_another_step_may_be_so_here():
-    name = "conflict/prefix_advantage"  # it was, in runs without a fault
+    name = "entropy/surprise_correlation"
     runs = [{1: {name: 0.001 * n}, 2: {name: 0.002}, 3: {name: 0.004 * n}, 4: {name: -0.1}} for n in (1, 2, 3)]
     (low, high), *_ = bands_of(name, runs, 4)
     assert low < 0 < high
