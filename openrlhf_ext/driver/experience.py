@@ -123,7 +123,7 @@ class ExperienceMaker:
         groups = with_rewards(groups, scores.pop("rewards")) if self.reward is not None else groups
         samples = in_group_order(groups, self.group_size)
         for sample in samples:
-            sample.check()
+            sample.check_reward()
         scored = time.perf_counter()
         rollout = dataclasses.replace(rollout_batch(samples, batch, old, self.group_size), **scores)
         if self.source == "engine":

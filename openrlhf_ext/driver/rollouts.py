@@ -396,12 +396,12 @@ class Rollouts:
         self._deadline.progress(f"{min(groups, wanted)} of {wanted} groups generated and graded{rate}")
 
     def _collect(self, timeout_s: float) -> int:
-        """Takes the groups that have come; returns how many tokens they have. Raises RolloutError: a completion is not
-        what an engine sampled (``Response.check``); here, before a checkpoint has it, which no run could go on from."""
+        """Takes the groups that have come; returns how many tokens they have. Raises RolloutError: an engine's
+        log-probs are not finite; here, before a checkpoint has them, which no run could go on from."""
         tokens = 0
         for key, responses in self._requests.answers(timeout_s):
             for response in responses:
-                response.check()
+                response.check_logprobs()
             tokens += sum(response.sampled for response in responses)
             if isinstance(key, tuple):
                 self._others[key] = responses

@@ -172,11 +172,13 @@ class Response:
         """With a receipt, by which whoever trains on it sees that tokens and reward belong together."""
         return replace(self, receipt=self._sum)
 
-    def check(self) -> None:
-        """Raises RolloutError: the engine's log-probs are not finite, or the reward is not the one that these tokens
-        were graded with."""
+    def check_logprobs(self) -> None:
+        """Raises RolloutError: the engine's log-probs are not finite."""
         if self.logprobs_T is not None and not np.isfinite(self.logprobs_T).all():
             raise RolloutError("an engine sampled with log-probs that are not finite: it does not compute the policy")
+
+    def check_reward(self) -> None:
+        """Raises RolloutError: the reward is not the one that these tokens were graded with."""
         if self.receipt not in (None, self._sum):
             raise RolloutError(
                 f"a completion of {self.sampled} tokens came with the reward {self.reward}, which is not the one that "

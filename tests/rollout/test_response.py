@@ -192,12 +192,12 @@ def test_a_receipt_binds_a_reward_to_its_tokens():
         "scores": 1.0, "extra_logs": {},
     }  # fmt: skip
     made = Response.of_agent(answer, max_len=8)
-    made.check()
-    dataclasses.replace(made, score=0.0, extra_logs={"x": 1.0}).check()
+    made.check_reward()
+    dataclasses.replace(made, score=0.0, extra_logs={"x": 1.0}).check_reward()
     for other in ({"reward": 0.25}, {"tokens_S": made.tokens_S[::-1]}, {"tokens_S": made.tokens_S[:2]}):
         with pytest.raises(RolloutError, match="not the one that it was graded with"):
-            dataclasses.replace(made, **other).check()
-    dataclasses.replace(made, reward=0.25, receipt=None).check()  # a reward model's
+            dataclasses.replace(made, **other).check_reward()
+    dataclasses.replace(made, reward=0.25, receipt=None).check_reward()  # a reward model's
     spoiled = dataclasses.replace(made, logprobs_T=np.array([-1.0, np.nan], np.float32))
     with pytest.raises(RolloutError, match="log-probs that are not finite"):
-        spoiled.check()
+        spoiled.check_logprobs()
