@@ -136,12 +136,15 @@ def _about() -> str:
     found = record.load(RESULT.name)
     early = [each for each in found["faults"] if each["after"] is not None and each["after"] <= 5]
     first = sum(each["after"] == 1 for each in early)
+    ends = sum(each["by"][0].endswith(("Error", "Mismatch")) for each in early)
     clean = [f"{len(each['alarms'])} of {each['runs']} ({name})" for name, each in found["clean"].items()]
     batch = found["settings"].get("supervised", {}).get("train.batch_size")
     supervised = f" (sft: {batch} examples)" if batch else ""
     return record.wrapped(
         f"**{len(early)} of {len(found['faults'])}** faults are noticed within five steps, {first} of them in the "
-        f"first. Clean runs with an alarm: {', '.join(clean)}. One run for each fault, {lab.STEPS} steps of "
+        f"first: {ends} end the run by themselves, the others leave the corridor, and are a warning unless "
+        f"`train.corridor_action` is fail. "
+        f"Clean runs with an alarm: {', '.join(clean)}. One run for each fault, {lab.STEPS} steps of "
         f"{16 * lab.SAMPLES} samples{supervised}, {TRUSTED} trusted runs. {found['device']}, "
         f"{found['cores']} cores, commit {found['commit']} "
         f"([benchmarks/results/{RESULT.name}](../benchmarks/results/{RESULT.name}))."

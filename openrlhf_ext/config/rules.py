@@ -185,6 +185,13 @@ def rollbacks(config: RunConfig) -> Iterator[Violation]:
             "train.rollback_on out")
 
 
+def corridor_and_restarts(config: RunConfig) -> Iterator[Violation]:
+    if config.train.corridor and config.train.corridor_action == "fail" and config.train.max_restarts:
+        yield Violation(("train.corridor_action", "train.max_restarts"),
+            f"train.corridor_action fail ends a run that train.max_restarts {config.train.max_restarts} would start "
+            "again: leave one of them out")
+
+
 def transport(config: RunConfig) -> Iterator[Violation]:
     options = ("vllm.sync_backend", "train.colocate_all")
     if config.vllm.sync_backend == "nccl" and config.train.full_determinism_enable:
@@ -472,8 +479,8 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 """Those that ask how models and engines are laid out."""
 RULES: tuple[Rule, ...] = (
-    *LAYOUT_RULES, fewer_engines, rollbacks, transport, adapters, batches, groups, lengths, evaluations, streaming,
-    reserved_keys, adaptive_kl, two_names,
+    *LAYOUT_RULES, fewer_engines, rollbacks, corridor_and_restarts, transport, adapters, batches, groups, lengths,
+    evaluations, streaming, reserved_keys, adaptive_kl, two_names,
 )  # fmt: skip
 
 

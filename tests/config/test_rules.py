@@ -384,6 +384,13 @@ def test_engines_that_can_be_done_without_are_some_of_the_policys_own(load, prob
     assert "with guide.model_name_or_path, every group needs the guide's engines too" in message
 
 
+def test_a_run_that_its_corridor_ends_is_not_started_again(problems):
+    words = ("--train.corridor", "file", "--train.corridor_action", "fail", "--train.max_restarts", "2")
+    (message,) = problems(*words)
+    assert message.startswith("train.corridor_action fail ends a run that train.max_restarts 2 would start again")
+    assert problems(*words[:-2]) == problems(*words[:2], *words[-2:]) == []
+
+
 def test_a_run_goes_back_to_checkpoints_that_it_writes(load, problems):
     rollback = ("--train.rollback_on", "nan", "spike")
     assert load(*rollback, "--ckpt.save_steps", "5").train.rollback_on == ("nan", "spike")

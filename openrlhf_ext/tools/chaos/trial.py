@@ -109,7 +109,8 @@ class Campaign:
             if "missed" in row:
                 continue
             at, reached = row["at"], row.pop("reached")
-            later = next((r for r in records if r["time"] > at and r["step"] > reached), None)
+            noticed = at + row.get("detected_s", 0.0)  # a step that was under way is no recovery
+            later = next((r for r in records if r["time"] > noticed and r["step"] > reached), None)
             if later is None:  # there was no later step to come
                 continue
             row["recovered_s"] = later["time"] - at
@@ -122,7 +123,7 @@ class Campaign:
 def run_command(words: Sequence[str], reward: str | None, folder: Path, more: Sequence[str]) -> list[str]:
     """Of a run in ``folder``; ``reward`` is the user's function, which is counted and spoiled there."""
     folder.mkdir(exist_ok=True)
-    given: dict[str, object] = DEADLINES | {
+    given: dict[str, object] = {name: value for name, value in DEADLINES.items() if f"--{name}" not in words} | {
         "ckpt.output_dir": folder / "run", "ckpt.path": folder / "checkpoints", "ckpt.save_steps": 1,
         "logger.metrics_path": folder / "run/metrics.jsonl", "logger.figure_path": folder / "run/training.png",
     }  # fmt: skip
