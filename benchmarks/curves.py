@@ -126,7 +126,8 @@ def table() -> str:
     """docs/faults.md: how often runs of other seeds leave the corridors."""
     lines = ["| recipe | steps | metrics | trusted runs | further runs | with an alarm |", "|---|---|---|---|---|---|"]
     for name, each in record.load(RESULT.name)["recipes"].items():
-        runs = f"{len(each['trusted_seeds'])} | {len(each['fresh_seeds'])} | {len(each['alarms']) if each['fresh_seeds'] else '-'}"
+        alarms = len(each["alarms"]) if each["fresh_seeds"] else "-"
+        runs = f"{len(each['trusted_seeds'])} | {len(each['fresh_seeds'])} | {alarms}"
         lines.append(f"| `{name}` | {each['steps']} | {each['metrics']} | {runs} |")
     return "\n".join(lines)
 
