@@ -89,7 +89,7 @@ RECIPES = {
     "real_model": Recipe("openrlhf_ext.cli.train_ppo_ray", _real, {
         "config": record.ROOT / "configs/real_model.yaml", "data.max_samples": 3 * 8,
         "reward.remote_url": EXAMPLES / "reward_gsm8k.py",
-    }, range(11, 14), range(0)),
+    }, range(11, 21), range(21, 24)),
 }  # fmt: skip
 
 

@@ -517,7 +517,7 @@ def no_master_weights(actor: Any) -> list[Any]:
     return [_rounding(actor)]
 
 
-@fault("tinker-feedback#148", "the learning rate is ten times what it says", "rank")
+@fault("mala#374", "the learning rate is ten times what it says", "rank")
 def another_learning_rate(actor: Any) -> list[Any]:
     def step(original: Any, *args: Any, **kwargs: Any) -> Any:
         groups = actor.policy.optimizer.param_groups

@@ -369,7 +369,7 @@ def frozen_norms(run: Any) -> list[Any]:
     return [faults.frozen(run, "norm")]
 
 
-@fault("tinker-feedback#148", "the learning rate is ten times what it says", "rank")
+@fault("mala#374", "the learning rate is ten times what it says", "rank")
 def another_learning_rate(run: Any) -> list[Any]:
     return faults.another_learning_rate(run)
 

@@ -29,6 +29,7 @@ from openrlhf_ext.inputs import InputError
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.reporting import EventLog, TerminalHandler
 from openrlhf_ext.run.checkpoints import check_resume, own_folders
+from openrlhf_ext.run.corridor import CorridorLeft
 from openrlhf_ext.run.ending import INTERRUPTED, listened, report_interruption
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         if is_first:
             print(error, file=sys.stderr)
         return 2
-    except (CheckpointError, InputError, OSError) as error:
+    except (CheckpointError, CorridorLeft, InputError, OSError) as error:
         if is_first:
             logger.error("the run failed: %s", error)
         return 1

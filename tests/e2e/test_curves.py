@@ -25,7 +25,7 @@ def ended(name: str, corridor: Path, folder: Path, **more: object) -> tuple[int,
     return job.finish(), job
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", sorted(path.stem for path in CORRIDORS.glob("*.json")))
 def test_a_new_run_stays_inside_of_its_corridor(name: str, tmp_path: Path) -> None:
     frozen = CORRIDORS / f"{name}.json"
     status, job = ended(name, frozen, tmp_path)
@@ -37,7 +37,7 @@ def test_a_new_run_stays_inside_of_its_corridor(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("name", "option", "value", "metric"), [
-    ("quickstart", "rollout.temperature", 0.7, "entropy/mean"), ("sft", "adam.lr", 3e-3, "loss/sft"),
+    ("quickstart", "rollout.temperature", 0.7, "entropy/mean"), ("sft", "adam.lr", 3e-3, "update/rms"),
 ])  # fmt: skip
 def test_a_changed_run_leaves_its_corridor(name: str, option: str, value: float, metric: str, tmp_path: Path) -> None:
     frozen = json.loads((CORRIDORS / f"{name}.json").read_text())
@@ -47,7 +47,7 @@ def test_a_changed_run_leaves_its_corridor(name: str, option: str, value: float,
     frozen["bands"].pop("lr")
     (tmp_path / "frozen.json").write_text(json.dumps(frozen))
     status, job = ended(name, tmp_path / "frozen.json", tmp_path, **{option.replace(".", "__"): value})
-    assert status == 1, job.text
+    assert status == 1 and "[rank0]: Traceback" not in job.text, job.text
     told = re.search(rf"step (\d+) is outside of the corridor.*(?:\n- .*)*\n- {metric} is (\S+), trusted", job.text)
     assert told, job.text
     (left,) = [line for _, line in read_lines(tmp_path / "run/events.jsonl") if line["event"] == "corridor_left"]

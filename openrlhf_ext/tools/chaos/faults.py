@@ -203,8 +203,8 @@ def draw(seed: int, trial: int, names: Sequence[str], steps: int, most: int = 3)
     count = min(len(names), choose.randint(1, most), steps)
     places, found = sorted(choose.sample(range(steps), count)), []
     for name, step in zip(choose.sample(sorted(names), count), places, strict=True):
-        late = {"start": step > places[0], "end": step < places[-1]}  # there is but one start, and one end
-        phase = choose.choice([phase for phase in FAULTS[name].phases if not late.get(phase)])
+        barred = {"start": step > places[0], "end": step < places[-1]}  # there is but one start, and one end
+        phase = choose.choice([phase for phase in FAULTS[name].phases if not barred.get(phase)])
         if phase == "loading":
             found.append(Drawn("kill_command", choose.choice(_RUNNING[:-1]), step, 0.0))
         found.append(Drawn(name, phase, {"start": 0, "end": steps}.get(phase, step), choose.random()))

@@ -123,7 +123,8 @@ class Campaign:
 def run_command(words: Sequence[str], reward: str | None, folder: Path, more: Sequence[str]) -> list[str]:
     """Of a run in ``folder``; ``reward`` is the user's function, which is counted and spoiled there."""
     folder.mkdir(exist_ok=True)
-    given: dict[str, object] = {name: value for name, value in DEADLINES.items() if f"--{name}" not in words} | {
+    asked = {word.split("=")[0] for word in words}
+    given: dict[str, object] = {name: value for name, value in DEADLINES.items() if f"--{name}" not in asked} | {
         "ckpt.output_dir": folder / "run", "ckpt.path": folder / "checkpoints", "ckpt.save_steps": 1,
         "logger.metrics_path": folder / "run/metrics.jsonl", "logger.figure_path": folder / "run/training.png",
     }  # fmt: skip

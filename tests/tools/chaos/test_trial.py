@@ -69,3 +69,10 @@ def test_a_run_writes_below_its_folder_and_its_reward_function_is_the_counted_on
     assert given["--train.seed"] == "3" and words[-1] == "--ckpt.load_enable"
     assert all(given[f"--{name}"] == str(limit) for name, limit in DEADLINES.items())
     assert "Spoiled('/users/reward.py'" in (tmp_path / "it/reward.py").read_text()
+
+
+@pytest.mark.parametrize("own", [["--train.step_timeout_s", "900"], ["--train.step_timeout_s=900"]])
+def test_a_deadline_on_the_command_line_wins(tmp_path, own):
+    words = run_command(own, None, tmp_path / "it", [])
+    assert [word for word in words if word.startswith("--train.step_timeout_s")] == own[:1]
+    assert "--vllm.hang_timeout_s" in words
