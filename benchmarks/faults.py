@@ -38,7 +38,7 @@ from openrlhf_ext.tools.chaos.trial import Campaign, described, run_command, sum
 from openrlhf_ext.tools.chaos.watch import PHASES, abilities  # noqa: E402
 
 RESULT = record.RESULTS / "faults_cpu.json"
-_MOST = 10  # faults in a run
+_LEAST, _MOST = 8, 16  # faults in a run
 _EPISODES = 4  # of the toy's data: 24 steps
 _KEPT_TEXT = 400
 _HELD = ("held", "left")
@@ -125,7 +125,7 @@ class Mode:
         """The trial of this number. Two of three have only faults after which the bits are the same."""
         names = [name for name in self.names if not only or name in only]
         names = [name for name in names if number // len(modes(self._folder)) % 3 == 0 or FAULTS[name].exact] or names
-        drawn, folder = draw(seed, number, names, self.steps, _MOST), self._folder / f"trial{number}"
+        drawn, folder = draw(seed, number, names, self.steps, _LEAST, _MOST), self._folder / f"trial{number}"
         shutil.rmtree(folder, ignore_errors=True)  # of a call that was ended in it
         done = self.campaign.trial(folder, drawn, restarts=(0, 2, 20)[number % 3])
         return {"trial": number, "mode": self.name, **done}

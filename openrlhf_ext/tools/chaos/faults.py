@@ -197,10 +197,10 @@ def _table() -> Iterator[Fault]:
 FAULTS: dict[str, Fault] = {fault.name: fault for fault in _table()}
 
 
-def draw(seed: int, trial: int, names: Sequence[str], steps: int, most: int = 3) -> list[Drawn]:
-    """One to ``most`` faults of a trial, each at a step of its own; the same for the same arguments."""
+def draw(seed: int, trial: int, names: Sequence[str], steps: int, least: int = 1, most: int = 3) -> list[Drawn]:
+    """``least`` to ``most`` faults of a trial, each at a step of its own; the same for the same arguments."""
     choose = random.Random(f"{seed}/{trial}")
-    count = min(len(names), choose.randint(1, most), steps)
+    count = min(len(names), choose.randint(least, most), steps)
     places, found = sorted(choose.sample(range(steps), count)), []
     for name, step in zip(choose.sample(sorted(names), count), places, strict=True):
         barred = {"start": step > places[0], "end": step < places[-1]}  # there is but one start, and one end
