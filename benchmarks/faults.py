@@ -64,6 +64,7 @@ def modes(policy: Path) -> dict[str, dict[str, Any]]:
         "critic": {
             "algo.advantage.estimator": "gae", "critic.num_gpus_per_node": 1, "rollout.n_samples_per_prompt": 4,
         },
+        "train_sft": {},
     }  # fmt: skip
 
 
@@ -89,6 +90,32 @@ def _command(words: Sequence[str], reward: str, folder: Path, more: Sequence[str
     return [python, "-m", "benchmarks.faults_inside", *rest]
 
 
+_SUPERVISED = {
+    "model.num_gpus_per_node": 2, "megatron.param_dtype": "fp32", "data.input_key": "question",
+    "data.output_key": "answer", "data.max_len": 64, "train.batch_size": 8, "train.micro_batch_size": 2,
+    "train.max_epochs": _EPISODES, "eval.steps": 3, "ckpt.save_steps": 1, "megatron.collective_timeout_s": 20,
+}  # fmt: skip
+_PHASES_SUPERVISED = ("start", "training", "evaluation", "end")
+
+
+def _supervised(toy_folder: Path, folder: Path, more: Sequence[str]) -> list[str]:
+    """The command of ``train_sft``, which does not start itself anew."""
+    folder.mkdir(exist_ok=True)
+    given = _SUPERVISED | {
+        "model.model_name_or_path": toy_folder / "policy", "data.dataset": toy_folder / "prompts.jsonl",
+        "eval.dataset": toy_folder / "prompts.jsonl", "ckpt.output_dir": folder / "run",
+        "ckpt.path": folder / "checkpoints",
+    }  # fmt: skip
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    at = [*more, "--train.max_restarts"].index("--train.max_restarts")
+    return [sys.executable, "-m", "openrlhf_ext.cli.train_sft", *words, *more[:at], *more[at + 2 :]]
+
+
+def _happens_to_supervised(fault: Fault) -> bool:
+    of_ray = fault.needs == "reward" or fault.name.startswith("inside_")
+    return fault.victim in ("command", "rank") and not of_ray and bool({*fault.phases} & {*_PHASES_SUPERVISED})
+
+
 class Mode:
     """Of the campaign; its undisturbed run is made once in ``work`` and kept."""
 
@@ -102,12 +129,15 @@ class Mode:
         config = load_config(words)
         self.name, self._folder = name, work / name
         self._folder.mkdir(exist_ok=True)
-        command = partial(_command, words, str(toy_folder / "reward.py"))
-        self.campaign = Campaign(
-            command, self._folder / "undisturbed", config.eval.steps, "root" in available, can_be_repeated(config)
-        )
-        self.names = chosen(available | parts_of(config), None)
-        self.steps = 0
+        command, every, exact = partial(_command, words, str(toy_folder / "reward.py")), config.eval.steps, True
+        self.names, self.phases, self.steps = chosen(available | parts_of(config), None), PHASES, 0
+        if name == "train_sft":
+            command, every = partial(_supervised, toy_folder), int(str(_SUPERVISED["eval.steps"]))
+            self.phases = _PHASES_SUPERVISED
+            self.names = [each for each in self.names if _happens_to_supervised(FAULTS[each])]
+        else:
+            exact = can_be_repeated(config)
+        self.campaign = Campaign(command, self._folder / "undisturbed", every, "root" in available, exact)
 
     def undisturb(self) -> list[str]:
         """Makes the undisturbed run, or takes that of an earlier call; what is wrong with it."""
@@ -125,7 +155,8 @@ class Mode:
         """The trial of this number. Two of three have only faults after which the bits are the same."""
         names = [name for name in self.names if not only or name in only]
         names = [name for name in names if number // len(modes(self._folder)) % 3 == 0 or FAULTS[name].exact] or names
-        drawn, folder = draw(seed, number, names, self.steps, _LEAST, _MOST), self._folder / f"trial{number}"
+        drawn = draw(seed, number, names, self.steps, _LEAST, _MOST, self.phases)
+        folder = self._folder / f"trial{number}"
         shutil.rmtree(folder, ignore_errors=True)  # of a call that was ended in it
         done = self.campaign.trial(folder, drawn, restarts=(0, 2, 20)[number % 3])
         return {"trial": number, "mode": self.name, **done}

@@ -59,6 +59,13 @@ def main(argv: list[str] | None = None) -> int:
         if is_first:
             logger.error("the run failed: %s", error)
         return 1
+    except Exception as error:
+        from openrlhf_ext.megatron.watchdog import RanksMissingError
+
+        if not isinstance(error, RanksMissingError):
+            raise
+        logger.error("the run failed: %s", error)  # on every rank: those that are missing cannot say so
+        return 1
     except KeyboardInterrupt:
         if is_first:
             logger.warning("SIGINT: the run had not begun")

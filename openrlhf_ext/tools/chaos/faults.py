@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from openrlhf_ext.tools.chaos.reward import MISDEEDS
-from openrlhf_ext.tools.chaos.watch import FILLER, PHASES, Run
+from openrlhf_ext.tools.chaos.watch import FILLER, PHASES, REMOVED, Run
 
 _PAUSE_S, _ROOM, _SOME_BYTES = 4.0, 16 << 20, 4096
 _EVERYWHERE = tuple(phase for phase in PHASES if phase != "loading")
@@ -102,6 +102,8 @@ def _cut(path: Path) -> None:
 
 def _remove(what: str, run: Run, _: psutil.Process) -> None:
     for path in sorted(run.folder.glob(what), key=_written)[-1:] or [run.folder / what]:
+        if what == "run":  # what was recorded is lost to the run, and kept for the judge
+            shutil.copytree(path, run.folder / REMOVED, ignore=shutil.ignore_patterns("*.safetensors", "*.png"))
         shutil.rmtree(path)
 
 
@@ -197,15 +199,20 @@ def _table() -> Iterator[Fault]:
 FAULTS: dict[str, Fault] = {fault.name: fault for fault in _table()}
 
 
-def draw(seed: int, trial: int, names: Sequence[str], steps: int, least: int = 1, most: int = 3) -> list[Drawn]:
-    """``least`` to ``most`` faults of a trial, each at a step of its own; the same for the same arguments."""
+def draw(
+    seed: int, trial: int, names: Sequence[str], steps: int, least: int = 1, most: int = 3,
+    among: Sequence[str] = PHASES,
+) -> list[Drawn]:  # fmt: skip
+    """``least`` to ``most`` faults of a trial, each at a step of its own and in one of its phases that is ``among``
+    those of the run; the same for the same arguments."""
     choose = random.Random(f"{seed}/{trial}")
     count = min(len(names), choose.randint(least, most), steps)
     places, found = sorted(choose.sample(range(steps), count)), []
     for name, step in zip(choose.sample(sorted(names), count), places, strict=True):
         barred = {"start": step > places[0], "end": step < places[-1]}  # there is but one start, and one end
-        phase = choose.choice([phase for phase in FAULTS[name].phases if not barred.get(phase)])
+        phase = choose.choice([phase for phase in FAULTS[name].phases if phase in among and not barred.get(phase)])
         if phase == "loading":
-            found.append(Drawn("kill_command", choose.choice(_RUNNING[:-1]), step, 0.0))
+            running = [phase for phase in _RUNNING[:-1] if phase in among]
+            found.append(Drawn("kill_command", choose.choice(running), step, 0.0))
         found.append(Drawn(name, phase, {"start": 0, "end": steps}.get(phase, step), choose.random()))
     return found

@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from openrlhf_ext.tools.chaos.watch import read_records
+from openrlhf_ext.tools.chaos.watch import REMOVED, is_evaluation, read_records
 
 # of an undisturbed run: they must come back equal; the rest of a record measures time, memory and the machine
 EXACT = (
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"[0-9a-f]{6,}|\d+")
 def outcome(undisturbed: Path, folder: Path, exact: bool) -> list[str]:
     """What is wrong with the records and the weights of a run that has ended; ``exact``: they must be those of the
     undisturbed one to the last bit."""
-    want, got = (read_records(path / "run/metrics.jsonl") for path in (undisturbed, folder))
+    want, got = read_records(undisturbed / "run/metrics.jsonl"), _all_records(folder)
     found = [f"metrics.jsonl has the steps {_steps(got)}, not {_steps(want)}"] if _steps(got) != _steps(want) else []
     weights = [sorted((path / "run").glob("*.safetensors")) for path in (undisturbed, folder)]
     if [path.name for path in weights[0]] != [path.name for path in weights[1]]:
@@ -39,6 +39,14 @@ def outcome(undisturbed: Path, folder: Path, exact: bool) -> list[str]:
             differ = [name for name in tensors if name not in others or not tensors[name].equal(others[name])]
             found += [f"{len(differ)} of {len(tensors)} tensors of the final weights differ"] if differ else []
     return found
+
+
+def _all_records(folder: Path) -> list[dict[str, Any]]:
+    """Of a run whose folder was removed in its course, those that it went on from, too."""
+    own = read_records(folder / "run/metrics.jsonl")
+    first = min(((r["step"], is_evaluation(r)) for r in own), default=(0, False))
+    removed = read_records(folder / REMOVED / "metrics.jsonl")
+    return [*(r for r in removed if (r["step"], is_evaluation(r)) < first), *own]
 
 
 def _steps(records: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any
 from openrlhf_ext.tools.chaos import judge
 from openrlhf_ext.tools.chaos.faults import FAULTS, Drawn, NotThere
 from openrlhf_ext.tools.chaos.reward import Spoiled
-from openrlhf_ext.tools.chaos.watch import Run, read_records
+from openrlhf_ext.tools.chaos.watch import REMOVED, Run, is_evaluation, read_records
 
 # so that what hangs is noticed soon
 DEADLINES = {
@@ -102,8 +102,9 @@ class Campaign:
 
     def _measure(self, rows: list[dict[str, Any]], folder: Path) -> None:
         """Adds what each fault cost."""
-        records = [r for path in (folder / "run").glob("metrics.jsonl*") for r in read_records(path)]
-        records = sorted((r for r in records if "eval/accuracy" not in r), key=lambda record: record["time"])
+        paths = [path for kept in ("run", REMOVED) for path in (folder / kept).glob("metrics.jsonl*")]
+        records = [r for path in paths for r in read_records(path) if not is_evaluation(r)]
+        records.sort(key=lambda record: record["time"])
         usual = _graded_by(self.undisturbed)
         for row in rows:
             if "missed" in row:
@@ -151,7 +152,10 @@ def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> lis
     """Adds to the faults of this start when the run noticed, and what came of it; returns what it did not say. What
     happens after the next fault counts as that one's."""
     wrong: list[str] = []
-    events, records = (read_records(run.folder / f"run/{name}.jsonl") for name in ("events", "metrics"))
+    events, records = (
+        [record for kept in (REMOVED, "run") for record in read_records(run.folder / f"{kept}/{name}.jsonl")]
+        for name in ("events", "metrics")
+    )
     here = [row for row in rows if row["log"] == run.log.name and "missed" not in row]
     for row, following in zip(here, [*here, None][1:], strict=True):
         ended = following["at"] if following else time.time()
@@ -184,7 +188,7 @@ def _graded_by(folder: Path) -> dict[int, int]:
     """Step -> samples that were graded when it was recorded."""
     calls = _calls(folder)
     records = read_records(folder / "run/metrics.jsonl")
-    return {record["step"]: bisect(calls, record["time"]) for record in records if "eval/accuracy" not in record}
+    return {record["step"]: bisect(calls, record["time"]) for record in records if not is_evaluation(record)}
 
 
 def described(trial: Mapping[str, Any]) -> list[str]:

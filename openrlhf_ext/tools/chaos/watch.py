@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,14 @@ _CALLS = {
     "for_replica": "scoring", "fit": "training", "send_weights": "sync", "load_state": "loading",
     "save_state": "saving", "save_model": "end",
 }  # fmt: skip
+_SUPERVISED = "openrlhf_ext.cli.train_sft"  # it starts its ranks itself, which have no titles of Ray's
 _MARK = "OPENRLHF_EXT_CHAOS"
+REMOVED = "removed"  # a copy of what a fault has removed of the run's folder
 FILLER = "chaos_filler"  # of a /dev/shm that is made full
 _APART = 'ip link set lo up && mount -t tmpfs -o size=1g shm /dev/shm && exec "$@"'
 _ISOLATE = ["unshare", "--net", "--mount", "--propagation", "private", "sh", "-c", _APART, "sh"]
-_LOOK_S, _GONE_S, _NAMED = 0.5, 40.0, 8
+_LOOK_S, _NAMED = 0.5, 8
+_GONE_S = 90.0  # agents of Ray wait 60 s for a GCS that was killed
 
 
 def abilities() -> set[str]:
@@ -59,6 +62,11 @@ def _parsed(path: Path, *_: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def is_evaluation(record: Mapping[str, Any]) -> bool:
+    """Whether a record of metrics.jsonl is of an evaluation, and not of the step before it."""
+    return any(name.startswith("eval/") for name in record)
+
+
 class Run:
     """One start of a command whose run is in ``folder``: ``run``, ``checkpoints``, ``calls``, ``tmp`` and logs."""
 
@@ -70,6 +78,7 @@ class Run:
         (self._short / "t").symlink_to(folder / "tmp")
         env = os.environ | dict.fromkeys(("TMPDIR", "RAY_TMPDIR"), str(self._short / "t")) | {_MARK: str(folder)}
         apart = _ISOLATE if isolated else []
+        self._is_supervised = _SUPERVISED in command
         self.began = time.time()
         with self.log.open("w") as log:
             self.command = psutil.Popen(
@@ -93,8 +102,8 @@ class Run:
             self.seen |= {self.command, *children}
             titles = {child: title(child) for child in children}
             self.kinds = {kind: [c for c, t in titles.items() if part in t] for kind, part in KINDS.items()}
-            drivers = [child for child in self.command.children() if titles.get(child) == title(self.command)]
-            self.kinds |= {"driver": drivers, "command": [self.command]}
+            own = [child for child in self.command.children() if titles.get(child) == title(self.command)]
+            self.kinds |= {"rank" if self._is_supervised else "driver": own, "command": [self.command]}
             if self._shm < 0:
                 self._shm = os.open(f"/proc/{self.command.pid}/root/dev/shm", os.O_RDONLY)
 
@@ -114,10 +123,12 @@ class Run:
         if calls:
             return str(min(calls, key=lambda call: PHASES.index(str(call))))
         records = read_records(self.folder / "run/metrics.jsonl")[-1:]
-        due = not records or ("eval/accuracy" not in records[0] and records[0]["step"] % self._every == 0)
+        due = not records or (not is_evaluation(records[0]) and records[0]["step"] % self._every == 0)
         if due and self._every > 0:
             return "evaluation"
-        return "end" if records and records[0]["step"] >= due_steps[-1] else "sampling"
+        if records and records[0]["step"] >= due_steps[-1]:
+            return "end"
+        return "training" if self._is_supervised else "sampling"
 
     def reach(self, phase: str, step: int, kind: str, until: float) -> bool:
         """Waits for a phase, at or after a step, and a process of this kind; whether they came before the run ended, or
