@@ -54,6 +54,7 @@ _ANSWER_S = 10.0
 _TICK_S = 1.0
 _LISTED = 16
 _COLLECTIVE_CODE = ("/torch/distributed/", "/megatron/core/pipeline_parallel/p2p_communication.py")
+_STILL_S = 60.0  # a call that needs nobody else may take so long
 _COLLECTIVE_TEXT = ("gloo", "nccl", "timed out waiting", "connection closed by peer", "connection reset by peer")
 _PAUSES_S = (0.0002, 0.005)
 """The first between two questions, doubled up to the last: who waits long need not know at once."""
@@ -390,9 +391,9 @@ def start_watchdog(timeout_s: float) -> Address:
     listener = _listen_towards(os.environ["MASTER_ADDR"])
     addresses: list[Address] = [("", 0)] * dist.get_world_size()
     dist.all_gather_object(addresses, listener.getsockname()[:2])
-    # before NCCL does it, and with every chance for a slow call that needs nobody else
-    stuck_s = 0.9 * timeout_s if dist.get_backend() == "nccl" and len(addresses) > 1 else None
-    _monitor = Watchdog(listener, addresses, dist.get_rank(), timeout_s, stuck_s)
+    # before NCCL does it; gloo's collectives end by themselves, but not a call to a store that cannot be reached
+    stuck_s = 0.9 * timeout_s if dist.get_backend() == "nccl" else max(_STILL_S, 2 * timeout_s)
+    _monitor = Watchdog(listener, addresses, dist.get_rank(), timeout_s, stuck_s if len(addresses) > 1 else None)
     atexit.register(stop_watchdog)
     return addresses[dist.get_rank()]
 

@@ -257,8 +257,9 @@ class Supervised:
     def _someone_was_told_to_end(self) -> int:
         """The signal that any rank has got, 0 = none: all of them end after the same step."""
         seen = torch.tensor(max(self.received, default=0), device=self.policy.device)
-        dist.all_reduce(seen, dist.ReduceOp.MAX)
-        return int(seen)
+        with phase("asking all ranks for signals"):
+            dist.all_reduce(seen, dist.ReduceOp.MAX)
+            return int(seen)
 
     @property
     def _state(self) -> State:

@@ -336,4 +336,5 @@ def test_a_rank_that_is_killed_ends_the_others_with_status_1(task):
         psutil.Process(process.pid).children()[1].kill()
         said = process.communicate(timeout=PATIENCE_S)[1].decode()
     assert process.returncode == 1 and "rank 1 has ended with status -9" in said, said
+    assert "Traceback" not in said and "rank 0 waited in vain" in said, said
     assert task.events("lost")[-1]["event"] == "failure"

@@ -105,6 +105,10 @@ def test_the_newest_checkpoint_is_damaged_or_removed(tmp_path, victim):
     assert file.stat().st_size == 50
     Drawn("checkpoint_removed", "saving", 1, 0.0).inject(run)
     assert not file.exists() and (tmp_path / "checkpoints").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text("{}")
+    Drawn("run_removed", "saving", 1, 0.0).inject(run)
+    assert not (tmp_path / "run").exists() and (tmp_path / "removed/metrics.jsonl").read_text() == "{}"
 
 
 def test_a_victim_that_is_not_there_is_said(tmp_path):

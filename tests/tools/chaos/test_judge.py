@@ -44,6 +44,15 @@ def test_another_number_is_said_with_its_step(tmp_path, whole):
     assert judge.outcome(whole, got, exact=True) == ["loss/policy is another one from step 2 on"]
 
 
+def test_records_that_a_removed_run_folder_had_are_lost_to_the_run_alone(tmp_path, whole):
+    got = made(tmp_path / "got", RECORDS[2:])
+    (got / "removed").mkdir()
+    (got / "removed/metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    assert judge.outcome(whole, got, exact=True) == []
+    (got / "removed/metrics.jsonl").write_text(json.dumps(RECORDS[0]) + "\n")
+    assert judge.outcome(whole, got, exact=True) == ["metrics.jsonl has the steps [0, 2], not [0, 1, 2]"]
+
+
 @pytest.mark.parametrize("records", [[*RECORDS, RECORDS[-1]], RECORDS[:-1]], ids=["doubled", "lost"])
 def test_a_step_that_is_there_twice_or_not_at_all_is_said(tmp_path, whole, records):
     (said,) = judge.outcome(whole, made(tmp_path / "got", records), exact=False)

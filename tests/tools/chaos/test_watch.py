@@ -74,6 +74,38 @@ def test_phases_are_read_from_titles_events_and_records(tmp_path, monkeypatch):
     assert run.finish(time.monotonic() + PATIENCE_S) == 0 and run.left() == []
 
 
+# its ranks are the command once more
+SUPERVISED = """
+import pathlib, subprocess, sys
+folder = pathlib.Path(sys.argv[1])
+if (folder / "run").exists():
+    print("a rank", flush=True)
+    sys.stdin.read()
+(folder / "run").mkdir()
+rank = subprocess.Popen([sys.executable, *sys.orig_argv[1:]], stdin=subprocess.PIPE)
+rank.wait()
+"""
+
+
+def test_ranks_of_a_supervised_run_are_found_and_what_they_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "_LOOK_S", 0.0)
+    folder = tmp_path / "it"
+    folder.mkdir()
+    words = [sys.executable, "-c", SUPERVISED, str(folder), "openrlhf_ext.cli.train_sft"]
+    run = Run(words, folder, evaluates_every=2, isolated=False)
+    until(lambda: "a rank" in run.log.read_text(), "its rank")
+    assert run.phase() == "start" and len(run.kinds["rank"]) == 1 and "driver" not in run.kinds
+    write(folder, "events.jsonl", {"event": "ready", "time": time.time(), "steps": 3})
+    for records, phase in (
+        ([{"step": 0, "eval/loss": 1}], "training"), ([{"step": 2}], "evaluation"),
+        ([{"step": 2, "eval/loss": 1}], "training"), ([{"step": 3}], "end"),
+    ):  # fmt: skip
+        write(folder, "metrics.jsonl", *records)
+        assert run.phase() == phase
+    run.kill()
+    assert run.left() == []
+
+
 def titled(run: Run, process: psutil.Process, call: str) -> str:
     return f"ray::PolicyActor.{call} " if process in run.kinds["rank"] else f"{sys.executable} of pid {process.pid}"
 
