@@ -63,6 +63,7 @@ def modes(policy: Path) -> dict[str, dict[str, Any]]:
         },
         "critic": {
             "algo.advantage.estimator": "gae", "critic.num_gpus_per_node": 1, "rollout.n_samples_per_prompt": 4,
+            "train.batch_size": 32,
         },
         "train_sft": {},
     }  # fmt: skip

@@ -104,7 +104,8 @@ def _remove(what: str, run: Run, _: psutil.Process) -> None:
     for path in sorted(run.folder.glob(what), key=_written)[-1:] or [run.folder / what]:
         if what == "run":  # what was recorded is lost to the run, and kept for the judge
             shutil.copytree(path, run.folder / REMOVED, ignore=shutil.ignore_patterns("*.safetensors", "*.png"))
-        shutil.rmtree(path)
+        path = path.rename(path.with_name(f"{path.name}.removed"))  # whole, even while the run writes to it
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _away(run: Run, _: psutil.Process) -> None:
