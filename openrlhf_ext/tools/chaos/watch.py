@@ -80,10 +80,14 @@ class Run:
         apart = _ISOLATE if isolated else []
         self._is_supervised = _SUPERVISED in command
         self.began = time.time()
+        read, write = os.pipe()  # limits on the files of a process are not on what it says
         with self.log.open("w") as log:
-            self.command = psutil.Popen(
-                [*apart, *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=env
-            )
+            self._writer = subprocess.Popen(["cat"], stdin=read, stdout=log, start_new_session=True)
+        self.command = psutil.Popen(
+            [*apart, *command], stdout=write, stderr=write, stdin=subprocess.DEVNULL, start_new_session=True, env=env
+        )
+        for end in (read, write):
+            os.close(end)
         self.kinds: dict[str, list[psutil.Process]] = {}
         self.seen: set[psutil.Process] = set()
         self._shm, self._shm_before = -1, set(() if isolated else os.listdir("/dev/shm"))
@@ -168,6 +172,7 @@ class Run:
         for process in living:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        self._writer.wait(_GONE_S)  # of what all have said
         shared = sorted({*os.listdir(self._shm)} - self._shm_before - {FILLER}) if self._shm >= 0 else []
         if self._shm >= 0:
             os.close(self._shm)
