@@ -14,16 +14,21 @@ from openrlhf_ext.cli.main import CommandParser
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.run.ledger import LEDGER, Audit
 
+_SHOWN = 100
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser("ledger", __doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="folder of a run's metrics.jsonl")
+    path = parser.parse_args(argv).folder / LEDGER
     try:
-        audit = Audit(parser.parse_args(argv).folder / LEDGER)
+        audit = Audit(path)
     except InputError as error:
-        print(f"ledger: {error}; supervised runs and runs of earlier releases have none", file=sys.stderr)
+        none = "; RUN_DIR is the folder of a run; supervised runs and runs of earlier releases have none"
+        print(f"ledger: {error}{'' if path.is_file() else none}", file=sys.stderr)
         return 2
-    print("\n".join([*audit.lines, *audit.faults]))
+    more = [f"and {len(audit.faults) - _SHOWN} more"] if len(audit.faults) > _SHOWN else []
+    print("\n".join([*audit.lines, *audit.faults[:_SHOWN], *more]))
     return 1 if audit.faults else 0
 
 

@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     folders = [Path(folder) for folder in arguments.folders]
     output = Path(arguments.output) if arguments.output else folders[0] / "report.html"
     try:
+        if arguments.write_corridor and not arguments.write_corridor.endswith(".json"):
+            raise ValueError(f"--write_corridor {arguments.write_corridor}: the name must end in .json")
         runs = read_runs(folders)
         write_text(output, write_page(runs, arguments.smooth))
         if arguments.write_corridor:

@@ -57,6 +57,7 @@ _AGREEMENT = re.compile(
     r"(kl/rollout|mismatch/(?!ess)|weight_sync/probe|guide/rollout|algorithm/(abs_log_ratio|policy_kl)|"
     r"advantage/group_mean)"
 )
+_FEWEST = 3
 _ROOM = 2.0
 _SHARE = 0.03
 _SHOWN = 6
@@ -69,7 +70,7 @@ _CAUSES = (
      "rewards, advantages or masks are of other completions, or the loss is another"),
     (r"grad_norm|loss/", "the loss is scaled, averaged or masked in another way, or lacks a term"),
     (r"update/|value/update", "learning rate, optimizer state, or what is trained, is other than it was"),
-    (r"lr$", "the schedule begins anew, or counts other steps"),
+    (r"lr$", "the learning rate is another, or its schedule begins anew or counts other steps"),
     (r"reward|accuracy|score|eval", "the reward function, its labels, or what is sampled"),
     (r"response|entropy|tokens|prompts|examples|answers",
      "the prompts, the chat template, the end-of-text token, or how is sampled"),
@@ -188,20 +189,27 @@ def read_corridor(path: str | Path) -> Corridor:
     found = check(decode(read_text(path).encode(), where), where, kinds, remedy=remedy)
     if {len(side) for each in found["bands"].values() for side in (each["low"], each["high"])} - {found["steps"]}:
         raise InputError(f"{where}: a band must have as many numbers as there are steps, {found['steps']}; {remedy}")
-    if unknown := [name for name in found["bands"] if not is_documented(name)]:
+    if unknown := [name for name in found["bands"] if not (is_documented(name) and is_banded(name))]:
         raise InputError(f"{where} has bands of {', '.join(unknown[:5])}, which are not measured any more; {remedy}")
     bands = {
         name: [None if None in sides else sides for sides in zip(band["low"], band["high"], strict=True)]
         for name, band in found["bands"].items()
     }
+    if upside_down := [name for name, band in bands.items() if any(each and each[0] > each[1] for each in band)]:
+        raise InputError(f"{where}: low is above high in the bands of {', '.join(upside_down[:5])}; {remedy}")
+    if found["runs"] < _FEWEST or not any(any(band) for band in bands.values()):
+        raise InputError(f"{where} has bands of no step, or of less than {_FEWEST} runs; {remedy}")
     return Corridor(Path(path), found["runs"], found["options"], bands)
 
 
 def make_corridor(folders: Sequence[Path]) -> dict[str, Any]:
-    """Of the run folders of trusted runs, as JSON. Raises InputError: there are less than three, or their options or
-    steps are not those of the first."""
-    if len(folders) < 3:
-        raise InputError(f"a corridor needs at least three trusted runs (twenty are better), got {len(folders)}")
+    """Of the run folders of trusted runs, as JSON. Raises InputError: there are less than three, one is no whole run,
+    or their options or steps are not those of the first."""
+    if (count := len({folder.resolve() for folder in folders})) < max(_FEWEST, len(folders)):
+        raise InputError(
+            f"a corridor needs at least {_FEWEST} trusted runs (twenty are better), each once; got {count} of "
+            f"{len(folders)} folders"
+        )
     options, runs = recipe(_options(folders[0])), [_by_step(folder) for folder in folders]
     for folder, run in zip(folders, runs, strict=True):
         theirs = recipe(_options(folder))
@@ -209,6 +217,8 @@ def make_corridor(folders: Sequence[Path]) -> dict[str, Any]:
             raise InputError(f"{folder} is a run of another recipe than {folders[0]}: {', '.join(other)} differ")
         if run.keys() != runs[0].keys():
             raise InputError(f"{folder} has {len(run)} steps, {folders[0]} has {len(runs[0])}: trust whole runs only")
+        if not run or run.keys() != {*range(1, len(run) + 1)}:
+            raise InputError(f"{folder / 'metrics.jsonl'} lacks steps: it has {len(run)}, up to {max(run, default=0)}")
     steps = max(runs[0])
     bands = {name: bands_of(name, runs, steps) for name in sorted(set().union(*runs[0].values())) if is_banded(name)}
     sides = {name: {"low": [b and b[0] for b in band], "high": [b and b[1] for b in band]}
@@ -225,10 +235,14 @@ def is_banded(metric: str) -> bool:
 
 
 def _options(folder: Path) -> Mapping[str, Any]:
+    """With which it started last. Raises InputError: it did not end in order."""
     path = folder / "events.jsonl"
-    starts = [record["options"] for _, record in read_lines(path) if record.get("event") == "start"]
+    events = [record for _, record in read_lines(path) if record.get("event") in ("start", "end", "failure")]
+    starts = [check(record, str(path), {"options": MAP})["options"] for record in events if record["event"] == "start"]
     if not starts:
         raise InputError(f"{path} tells of no start: {folder} is not the folder of a run")
+    if events[-1]["event"] != "end":
+        raise InputError(f"{path} tells of no end in order: trust whole runs only")
     return starts[-1]
 
 

@@ -94,6 +94,7 @@ class Audit:
             self._read(check(line, where, _LINE, _PARTS), where)
         if not self._data:
             raise InputError(f"{path} has no line yet")
+        self._check_last(path)
         self._check_episodes()
 
     @property
@@ -105,7 +106,8 @@ class Audit:
         waits = f"{len(self.waiting)} prompts{_some(', numbers ', sorted(self.waiting))}"
         open_end = f"step {self.step}: the run goes on, or did not end in order; not yet accounted for: {waits}"
         return [
-            f"the ledger does not hold, {len(self.faults)} faults: {look}" if self.faults else "the ledger holds",
+            f"the ledger does not hold, {len(self.faults)} faults: {look}" if self.faults else
+            f"the ledger holds{f' from step {self.since} on' if self.since else ''}",
             f"{self.drawn} prompts drawn, of {size} in each of {episodes} episodes; {skipped} too long, never drawn",
             ", ".join(f"{reason} {self.counts[reason]}" for reason in REASONS),
             f"episodes proved to be all prompts of the data, each once: {self.proved}",
@@ -118,8 +120,10 @@ class Audit:
         starts = "prompts" in line
         if starts:
             self._start(check(line, where, _START), where)
-        elif not self._data or step != self.step + ("step" in line):
+        elif not self._data or step != self.step + ("step" in line) or self.end is not None:
             raise InputError(f"{where}: step {step} follows step {self.step}; lines are missing or there twice")
+        if ("end" in line) != bool(line.get("why")):
+            raise InputError(f"{where}: an end, and no other line, says why")
         entries = [(n, of, f"{reason} at step {step}") for reason in REASONS for n, of in line.get(reason, ())]
         if line["drawn"] - self.drawn not in range(len(entries) + len(line["waiting"]) + _MOST_LOST):
             raise InputError(f"{where}: {line['drawn']} prompts cannot be drawn, after {self.drawn} before")
@@ -136,13 +140,14 @@ class Audit:
 
     def _start(self, line: Record, where: str) -> None:
         step = line["step"]
-        if step < self.step:
-            raise InputError(f"{where}: a start at step {step} follows step {self.step}")
-        if not self._data or step > self.step:  # a release without a ledger made the steps before
+        if self._data and step != self.step:
+            said = f"a start at step {step} follows step {self.step}; lines are missing or there twice"
+            raise InputError(f"{where}: {said}")
+        if not self._data:  # at another step than 0 a release without a ledger made those before
             self.since, self.waiting, self.drawn = step, set(line["waiting"]), line["drawn"]
         elif any(line[key] != self._data[key] for key in ("prompts", "episode")):
             self.faults.append(f"the run went on from step {step} with other data")
-        self._data, self._starts[line["drawn"]] = line, step
+        self._data, self._starts[line["drawn"]], self.end = line, step, None
 
     def _settle(self, number: int, of: str, what: str) -> None:
         if number in self._settled or number not in self.waiting:
@@ -154,6 +159,14 @@ class Audit:
     def _fate(self, number: int) -> str:
         here = "waiting" if number in self.waiting else "not drawn, or lost, or trained before this ledger"
         return self._settled[number][1] if number in self._settled else here
+
+    def _check_last(self, path: Path) -> None:
+        if self.end is not None and self.waiting:
+            self.faults.append(f"the run has ended, and prompts still wait{_some(': ', sorted(self.waiting))}")
+        metrics = path.with_name("metrics.jsonl")
+        recorded = max((step_of(line) for _, line in read_lines(metrics)), default=0) if metrics.exists() else 0
+        if recorded > self.step + 1:  # one step is recorded before its line is written
+            raise InputError(f"{path} ends with step {self.step}, {metrics.name} with {recorded}; lines are missing")
 
     def _check_episodes(self) -> None:
         size, episodes = self._data["prompts"], dict[int, dict[int, str]]()  # by its first number

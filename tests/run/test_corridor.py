@@ -58,6 +58,7 @@ def make_run(folder, name, config, seed, evaluates=False):
             metrics.write(step, record(draw, step))
             if evaluates and step == 2:
                 metrics.write(step, evaluated(draw))
+        events.note("end")
     return run
 
 
@@ -172,14 +173,30 @@ def test_files_of_other_recipes_metrics_and_kinds_are_refused_by_name(task, corr
     assert "must be a JSON object" in refused(tmp_path / "none.json")
     (tmp_path / "short.json").write_text(json.dumps({**other, "bands": {"lr": {"low": [1], "high": []}}}))
     assert "as many" in refused(tmp_path / "short.json")
+    known = json.loads(corridor.read_text())
+    for change, said in (
+        ({"bands": {}}, "bands of no step"), ({"runs": 2}, "of less than 3 runs"),
+        ({"bands": {"lr": {"low": [None] * STEPS, "high": [1] * STEPS}}}, "bands of no step"),
+        ({"bands": {"lr": {"low": [2] * STEPS, "high": [1] * STEPS}}}, "low is above high in the bands of lr"),
+        ({"bands": {"time/step": {"low": [1] * STEPS, "high": [2] * STEPS}}}, "time/step, which are not measured"),
+    ):
+        (tmp_path / "changed.json").write_text(json.dumps(known | change))
+        assert said in refused(tmp_path / "changed.json")
     assert "absent.json cannot be read: No such file" in refused(tmp_path / "absent.json")
 
 
 def test_only_whole_runs_of_one_recipe_make_a_corridor(task, corridor, tmp_path):
     runs = [task.folder / f"trusted{n}" for n in range(5)]
     assert written(make_corridor(runs)) == corridor.read_text()
-    with pytest.raises(InputError, match="at least three trusted runs"):
+    with pytest.raises(InputError, match="at least 3 trusted runs"):
         make_corridor(runs[:2])
+    with pytest.raises(InputError, match="each once; got 3 of 4 folders"):
+        make_corridor([*runs[:3], runs[0].parent / "x/.." / runs[0].name])
+    failed = make_run(tmp_path, "failed", config_of(task), 9)
+    with EventLog(failed / "events.jsonl", goes_on=True) as events:
+        events.note("failure")
+    with pytest.raises(InputError, match="failed/events.jsonl tells of no end in order"):
+        make_corridor([*runs, failed])
     other = make_run(tmp_path, "other", config_of(task, rollout__temperature=0.5), 9)
     with pytest.raises(InputError, match="another recipe than .*rollout.temperature differ"):
         make_corridor([*runs, other])
@@ -188,6 +205,14 @@ def test_only_whole_runs_of_one_recipe_make_a_corridor(task, corridor, tmp_path)
     (cut / "metrics.jsonl").write_text("".join(lines[:-1]))
     with pytest.raises(InputError, match="has 3 steps, .* has 4"):
         make_corridor([*runs, cut])
+    gaps = [make_run(tmp_path, f"gap{seed}", config_of(task), seed) for seed in range(3)]
+    for gap in gaps:
+        lines = (gap / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (gap / "metrics.jsonl").write_text("".join(lines[:1] + lines[2:]))
+    with pytest.raises(InputError, match="gap0/metrics.jsonl lacks steps: it has 3, up to 4"):
+        make_corridor(gaps)
+    assert report.main([*map(str, runs), "--write_corridor", str(runs[0] / "metrics.jsonl")]) == 2
+    assert (runs[0] / "metrics.jsonl").stat().st_size > 0 and not (runs[0] / "report.html").exists()
     assert "train.seed" not in recipe(shown_options(config_of(task)))
 
 

@@ -68,6 +68,7 @@ def test_a_run_that_was_killed_has_prompts_that_are_not_yet_accounted_for(tmp_pa
         (3, {"trained": [[3, DATA[0]]]}, "prompts 0 to 3 are not those of the data, each once: the loader went on at "
          "another place, resumed from step 1; twice there: 0, 3"),
         (2, {"episodes": 2}, "the prompts were used up after 4, and 8 were due"),
+        (4, {"filtered": [], "waiting": [2]}, "the run has ended, and prompts still wait: 2"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_with_number_and_step(tmp_path: Path, number: int, change: dict, said: str) -> None:
@@ -84,6 +85,11 @@ def test_what_is_wrong_is_named_with_number_and_step(tmp_path: Path, number: int
         (0, {}, "line 1: needs drawn, waiting"),
         (0, good()[1], "line 1: step 1 follows step 0"),
         (2, {"step": 0, **START}, "line 3: a start at step 0 follows step 1"),
+        (2, {**good()[2], "step": 2}, "line 3: a start at step 2 follows step 1; lines are missing"),
+        (1, good()[4] | {"end": 0, "filtered": []}, "line 3: a start at step 1 follows step 0; lines are missing"),
+        (3, {"end": 2, "drawn": 4, "waiting": [2, 3]}, "line 4: step 2 follows step 1"),
+        (3, {"end": 1, "why": "", "drawn": 4, "waiting": [2, 3]}, "line 4: an end, and no other line, says why"),
+        (3, {"end": 1, "why": "x", "drawn": 4, "waiting": [2, 3]}, "line 5: step 2 follows step 1"),
         (3, {**good()[3], "step": 4}, "line 4: step 4 follows step 1; lines are missing or there twice"),
         (3, {**good()[3], "step": 1}, "line 4: step 1 follows step 1; lines are missing or there twice"),
         (3, {**good()[3], "trained": [[3, "not a digest"]]}, "line 4: trained must be a list, each entry"),
@@ -100,6 +106,13 @@ def test_a_damaged_ledger_is_refused_with_its_line(tmp_path: Path, number: int, 
     assert said in str(raised.value)
 
 
+def test_a_ledger_that_ends_before_the_metrics_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    assert audited(tmp_path, good()[:2]).faults == []
+    with pytest.raises(InputError, match="ends with step 0, metrics.jsonl with 2; lines are missing"):
+        audited(tmp_path, good()[:1])
+
+
 def test_an_empty_ledger_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no line yet"):
         audited(tmp_path, [])
@@ -110,8 +123,7 @@ def test_steps_that_an_earlier_release_made_are_said_and_not_judged(tmp_path: Pa
     audit = audited(tmp_path, lines[2:])
     assert (audit.faults, audit.since, audit.proved) == ([], 1, 0)
     assert "from step 1 on: another run folder or an earlier release has the steps before" in audit.lines
-    between = {"step": 5, **START, "drawn": 4, "waiting": [2]}  # and those between two parts of a run
-    assert audited(tmp_path, [*lines[:4], between, lines[4] | {"end": 5}]).since == 5
+    assert audit.lines[0] == "the ledger holds from step 1 on"
 
 
 def test_a_run_that_goes_on_moves_what_it_repeats_and_the_end_aside(tmp_path: Path) -> None:

@@ -86,6 +86,8 @@ class Campaign:
                 if not run.reach(drawn.phase, max(drawn.step, known), FAULTS[drawn.fault].victim, until):
                     break
                 rows.append(_inject(run, pending.pop(0)))
+                if drawn.fault.endswith("_command"):  # it ends, after the step under way
+                    break
             status = run.finish(until)
         finally:
             ended = run.command.poll() is not None
