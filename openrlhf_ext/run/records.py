@@ -13,6 +13,7 @@ from openrlhf_ext.checkpoints.store import step_of
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.show import shown_options
 from openrlhf_ext.config.upstream import namespace
+from openrlhf_ext.inputs import InputError
 from openrlhf_ext.locks import check_held
 from openrlhf_ext.options import required
 from openrlhf_ext.patches.environment import machine
@@ -115,7 +116,7 @@ class Recorder:
         try:
             check_held()
             write_figure(self.metrics_path, self.figure_path, self.title, self.panels)
-        except OSError as error:
+        except (OSError, InputError) as error:
             logger.error("the figure %s could not be drawn: %s; metrics.jsonl has its numbers", self.figure_path, error)
 
     def close(self) -> None:

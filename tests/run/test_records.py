@@ -47,6 +47,9 @@ def test_a_figure_that_cannot_be_drawn_is_one_line_and_costs_the_run_nothing(tmp
     assert caplog.messages.count(caplog.messages[0]) == 2, "by the thread and at the end"
     assert "figure.png could not be drawn: [Errno 28] No space left" in caplog.messages[0].replace(str(tmp_path), "")
     assert "Traceback" not in capsys.readouterr().err and len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+    (tmp_path / "metrics.jsonl").unlink()  # with the run's folder
+    recorder.draw(wait=True)
+    assert "metrics.jsonl cannot be read: No such file" in caplog.messages[-1]
 
 
 def test_groups_that_were_dropped_or_late_are_events_of_their_step(tmp_path):
