@@ -176,7 +176,10 @@ def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> lis
         if row["detected_s"] > _NOTICED_S:
             wrong.append(f"{row['fault']} was noticed after {row['detected_s']:.0f} s")
         unheard = row["phase"] == "start" and status is not None and status < 0  # it did not listen to signals yet
-        if not unheard and not re.search(FAULTS[row["fault"]].names, text):
+        own = FAULTS[row["fault"]].names
+        # what an earlier fault of this start has stopped may be noticed only now
+        earlier = [FAULTS[each["fault"]].names for each in here[: here.index(row)]]
+        if not unheard and not re.search("|".join(filter(None, [own, *earlier])) if own else "", text):
             wrong.append(f"{row['fault']} is not named: {text[-_SAID:]}")
     return wrong
 
