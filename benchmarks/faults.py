@@ -43,7 +43,7 @@ _EPISODES = 4  # of the toy's data: 24 steps
 _KEPT_TEXT = 400
 _HELD = ("held", "left")
 RESULTS = ("went on", "engine replaced", "restarted", "ended, resumed", "overtaken by the next")
-_PATH = re.compile(r"/\S*/(?=\S)")
+_PATH = re.compile(r"(?<![\w.])/\S*/(?=\S)")  # absolute: of a machine
 
 
 def modes(policy: Path) -> dict[str, dict[str, Any]]:
@@ -165,7 +165,7 @@ class Mode:
 
 def _shortened(found: Any) -> Any:
     if isinstance(found, str):
-        return found[:_KEPT_TEXT]
+        return _PATH.sub(".../", found)[:_KEPT_TEXT]
     if isinstance(found, dict):
         return {key: _shortened(value) for key, value in found.items() if key not in ("from", "log", "choice")}
     return [_shortened(value) for value in found] if isinstance(found, list) else found
@@ -232,7 +232,7 @@ def _failed() -> str:
     lines = []
     for trial in record.load(RESULT.name)["trials"]:
         done = ", ".join(f"{row['fault']} ({row['phase']})" for row in trial["faults"] if "missed" not in row)
-        wrong = sorted({_PATH.sub("...", text.splitlines()[0])[:160] for text in trial["wrong"]})
+        wrong = sorted({text.splitlines()[0][:160] for text in trial["wrong"]})
         lines += [f"- run {trial['trial']}, {trial['mode']}, {done}: `{'`; `'.join(wrong)}`"] if wrong else []
     return record.wrapped("\n".join(lines) or "None.")
 
