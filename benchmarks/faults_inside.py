@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,10 +41,11 @@ class PolicyActor(policy.PolicyActor):
     def _update(self, *arguments: Any) -> dict[str, float]:
         if asked("inside_exit_update"):
             os._exit(7)
+        factor = next((_FACTORS[name] for name in _FACTORS if asked(name)), None)
         hooks = []
-        if asked("inside_nan_gradient"):
+        if factor is not None:
             spoiled = [parameter for parameter in self._parameters if parameter.requires_grad][-1]
-            hooks = [spoiled.register_hook(lambda gradient: gradient * math.nan)]
+            hooks = [spoiled.register_hook(lambda gradient: gradient * factor)]
         try:
             return super()._update(*arguments)
         finally:
@@ -54,11 +57,32 @@ class PolicyActor(policy.PolicyActor):
             os._exit(7)
         return super().send_weights()
 
+    def save_state(self, *arguments: Any) -> Any:
+        if not asked("inside_disk_slow"):
+            return super().save_state(*arguments)
+        with patch.object(os, "fsync", _slow(os.fsync)):
+            return super().save_state(*arguments)
+
+
+_FACTORS = {"inside_nan_gradient": math.nan, "inside_spike_gradient": 1e6}
+_SLOW_S, _FOR_EVER_S = 3.0, 86400.0
+
+
+def _slow(function: Any) -> Any:
+    def slow(*arguments: Any) -> Any:
+        time.sleep(_SLOW_S)
+        return function(*arguments)
+
+    return slow
+
 
 class RolloutEngine(engine.RolloutEngine):
     """An engine."""
 
     async def generate_group(self, request: Any) -> Any:
+        for name, lasts_s in {"inside_block": _FOR_EVER_S, "inside_block_gap": _SLOW_S}.items():
+            if asked(name):
+                time.sleep(lasts_s)  # as an agent's code that does not give the event loop back
         responses = await super().generate_group(request)
         if asked("inside_nan_logprob"):
             logprobs = responses[0].logprobs_T.copy()
@@ -69,31 +93,36 @@ class RolloutEngine(engine.RolloutEngine):
     async def receive_weights(self, version: int) -> Any:
         if asked("inside_exit_receive"):
             os._exit(7)
-        frame = next((name for name in _FRAMES if asked(name)), None)
-        if frame is None:
-            return await super().receive_weights(version)
+        frame = next((name for name in _FRAMES if asked(name)), "")
         load = WeightSyncExtension._load
 
         def spoiled(worker: Any, stream: Any) -> Any:
-            return load(worker, (sent for number, sent in enumerate(stream) for sent in _spoiled(frame, number, sent)))
+            return load(worker, _spoiled(frame, worker, stream))
 
         with patch.object(WeightSyncExtension, "_load", spoiled):
             return await super().receive_weights(version)
 
 
-_FRAMES = ("inside_frame_lost", "inside_frame_twice", "inside_frame_flipped")
+_FRAMES = tuple(f"inside_frame_{how}" for how in ("lost", "twice", "flipped", "late", "old"))
 
 
-def _spoiled(frame: str, number: int, sent: tuple[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """What an engine gets in the place of the second tensor of an update."""
-    if number != 1:
-        return [sent]
-    if frame == "inside_frame_flipped":
-        name, tensor = sent
-        flipped = tensor.clone()
-        flipped.view(-1).view(torch.uint8)[0] ^= 1
-        return [(name, flipped)]
-    return [] if frame == "inside_frame_lost" else [sent, sent]
+def _spoiled(frame: str, worker: Any, stream: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What an engine gets: the second tensor of an update is not there, comes twice or late, or is another one."""
+    for number, (name, tensor) in enumerate(stream):
+        if number != 1:
+            yield name, tensor
+            continue
+        before, worker.second = getattr(worker, "second", tensor), tensor.clone()
+        sent = {"inside_frame_flipped": _flipped(tensor), "inside_frame_old": before}.get(frame, tensor)
+        if frame == "inside_frame_late":
+            time.sleep(_SLOW_S)
+        yield from [(name, sent)] * {"inside_frame_lost": 0, "inside_frame_twice": 2}.get(frame, 1)
+
+
+def _flipped(tensor: torch.Tensor) -> torch.Tensor:
+    flipped = tensor.clone()
+    flipped.view(-1).view(torch.uint8)[0] ^= 1
+    return flipped
 
 
 if __name__ == "__main__":

@@ -221,9 +221,9 @@ launch() {
     tail --pid=$$ -f /dev/null &
     driver_lifeline=$!
     trap 'end_launch' EXIT
-    trap 'exit 130' INT
-    trap 'exit 143' TERM
-    trap 'exit 129' HUP
+    trap 'interrupted SIGINT 130' INT
+    trap 'interrupted SIGTERM 143' TERM
+    trap 'interrupted SIGHUP 129' HUP
     if ((starts_nodes)); then
         make_access
         start_nodes
@@ -231,6 +231,11 @@ launch() {
     fi
     check_cluster || exit 1
     drive > >(tee -ai "$run_folder/logs/driver.log") 2>&1 || exit $?
+}
+
+interrupted() {
+    say "$1: the driver saves and ends, then Ray on all nodes"
+    exit "$2"
 }
 
 # The driver first, so that it saves, and ends its processes itself; then Ray.

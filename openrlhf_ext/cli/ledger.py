@@ -21,11 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser("ledger", __doc__.split("\n")[0])
     parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="folder of a run's metrics.jsonl")
     path = parser.parse_args(argv).folder / LEDGER
+    none = f"{path} is no file; RUN_DIR is the folder of a run; supervised runs and runs of earlier releases have none"
     try:
+        if not path.is_file():  # to open a named pipe waits for ever
+            raise InputError(none)
         audit = Audit(path)
     except InputError as error:
-        none = "; RUN_DIR is the folder of a run; supervised runs and runs of earlier releases have none"
-        print(f"ledger: {error}{'' if path.is_file() else none}", file=sys.stderr)
+        print(f"ledger: {error}", file=sys.stderr)
         return 2
     more = [f"and {len(audit.faults) - _SHOWN} more"] if len(audit.faults) > _SHOWN else []
     print("\n".join([*audit.lines, *audit.faults[:_SHOWN], *more]))

@@ -166,7 +166,9 @@ def violations(config: RunConfig | SupervisedConfig) -> Iterator[Violation]:
     if path is None:
         return
     try:
-        faults = read_corridor(path).faults(config)
+        faults = (corridor := read_corridor(path)).faults(config)
+        if config.eval.dataset is None and any(map(_is_of_evaluation, corridor.bands)):
+            faults.append("eval.dataset is None, and the trusted runs have bands of evaluations")
     except InputError as error:
         faults = [str(error)]
     else:
@@ -186,7 +188,11 @@ def read_corridor(path: str | Path) -> Corridor:
     numbers = list_of(or_null(NUMBER))
     band = map_with({"low": numbers, "high": numbers})
     kinds = {"runs": INTEGER, "steps": INTEGER, "options": MAP, "bands": map_of(band)}
-    found = check(decode(read_text(path).encode(), where), where, kinds, remedy=remedy)
+    try:
+        content = decode(read_text(path), where)
+    except InputError as error:
+        raise InputError(f"{error}; {remedy}") from error
+    found = check(content, where, kinds, remedy=remedy)
     if {len(side) for each in found["bands"].values() for side in (each["low"], each["high"])} - {found["steps"]}:
         raise InputError(f"{where}: a band must have as many numbers as there are steps, {found['steps']}; {remedy}")
     if unknown := [name for name in found["bands"] if not (is_documented(name) and is_banded(name))]:

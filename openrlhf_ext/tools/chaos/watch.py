@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ _CALLS = {
     "for_replica": "scoring", "fit": "training", "send_weights": "sync", "load_state": "loading",
     "save_state": "saving", "save_model": "end",
 }  # fmt: skip
+_TRAINER = f"{sys.executable} -m openrlhf_ext.cli.train_"  # not the command itself, where a script starts it
 _SUPERVISED = "openrlhf_ext.cli.train_sft"  # it starts its ranks itself, which have no titles of Ray's
 _MARK = "OPENRLHF_EXT_CHAOS"
 REMOVED = "removed"  # a copy of what a fault has removed of the run's folder
@@ -106,7 +108,9 @@ class Run:
             self.seen |= {self.command, *children}
             titles = {child: title(child) for child in children}
             self.kinds = {kind: [c for c, t in titles.items() if part in t] for kind, part in KINDS.items()}
-            own = [child for child in self.command.children() if titles.get(child) == title(self.command)]
+            trains = {self.command: title(self.command)} | titles
+            trainer = next((p for p, t in trains.items() if t.startswith(_TRAINER)), self.command)
+            own = [child for child in trainer.children() if titles.get(child) == trains[trainer]]
             self.kinds |= {"rank" if self._is_supervised else "driver": own, "command": [self.command]}
             if self._shm < 0:
                 self._shm = os.open(f"/proc/{self.command.pid}/root/dev/shm", os.O_RDONLY)
