@@ -234,7 +234,7 @@ launch() {
 }
 
 interrupted() {
-    say "$1: the driver saves and ends, then Ray on all nodes"
+    say "$1: ends the driver, then Ray on all nodes" || true # the terminal may be gone
     exit "$2"
 }
 

@@ -434,6 +434,7 @@ def test_nothing_is_left_however_the_script_ends(cluster, how) -> None:
     job.send_signal(how)
     status = job.wait(PATIENCE_S)
     assert status == (-how if how == signal.SIGKILL else 128 + how), cluster.errors
+    assert how == signal.SIGKILL or f"{how.name}: ends the driver" in cluster.errors
     until(lambda: not cluster.left(), "the end of the nodes and the driver")
     assert not list(cluster.folder.glob("ray_*")), "Ray's files go too"
 
