@@ -179,7 +179,7 @@ class Mode:
         folder = self._folder / f"trial{number}"
         shutil.rmtree(folder, ignore_errors=True)  # of a call that was ended in it
         done = self.campaign.trial(folder, drawn, restarts=(0, 2, 20)[number % 3])
-        return {"trial": number, "mode": self.name, **done}
+        return {"trial": number, "mode": self.name, **({"only": only} if only else {}), **done}
 
 
 def _shortened(found: Any) -> Any:
