@@ -62,8 +62,22 @@ def start(argv: list[str]) -> int:
     for warning in config.warnings:
         logging.getLogger("openrlhf_ext").warning(warning)
     if config.dry_run_json:
-        return dry_run_json(config, *preflight.tried(config))
+        with _stdout_to_stderr():  # the user's files may print, and so may what they start
+            tried = preflight.tried(config)
+        return dry_run_json(config, *tried)
     return guard.run(config, train)
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def findings(config: RunConfig) -> Findings:

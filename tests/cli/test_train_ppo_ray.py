@@ -57,6 +57,17 @@ def test_a_reward_file_that_cannot_be_imported_stops_the_run_before_ray_starts(t
     assert "No module named 'no_such_module'" in report
 
 
+PRINTS_AND_RAISES = """
+import os
+print("loading")
+
+def reward_func(queries, prompts, labels):
+    print("grading")
+    os.system("echo by another process")
+    raise OSError("down")
+"""
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -65,16 +76,18 @@ def test_a_reward_file_that_cannot_be_imported_stops_the_run_before_ray_starts(t
         (["--data.prompt_dataset", "openai/gsm8k"], "data.prompt_dataset openai/gsm8k, which is not on this machine"),
     ],
 )
-def test_a_dry_run_that_could_not_look_at_everything_cannot_say(tmp_path, capsys, words, why):
+def test_a_dry_run_that_could_not_look_at_everything_cannot_say(tmp_path, capfd, words, why):
     """Its status is 3, as text and as JSON, which a launcher takes."""
     task = Task.make(tmp_path)
     if not words:
-        (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    raise OSError('down')\n")
+        (tmp_path / "reward.py").write_text(PRINTS_AND_RAISES)
     options = [*task.options("out"), *words]
-    capsys.readouterr()
+    capfd.readouterr()
     assert main([*options, "--dry_run"]) == 3
-    out = capsys.readouterr().out
-    assert out.startswith("cannot say: ") and why in out.splitlines()[0] and "would start" not in out
-    assert out.splitlines()[-1] == out.splitlines()[0], "it stands at the end too"
+    out = capfd.readouterr().out
+    said = [line for line in out.splitlines() if line not in ("loading", "grading", "by another process")]
+    assert said[0].startswith("cannot say: ") and why in said[0] and "would start" not in out
+    assert said[-1] == said[0], "it stands at the end too"
     assert main([*options, "--dry_run_json"]) == 3
-    assert json.loads(capsys.readouterr().out)["options"]["train.batch_size"] == 32
+    out = capfd.readouterr().out  # nothing that the user's file prints
+    assert json.loads(out)["options"]["train.batch_size"] == 32
