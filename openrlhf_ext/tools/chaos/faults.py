@@ -135,7 +135,7 @@ def ask(misdeed: str, run: Run, _: psutil.Process) -> None:
 _VICTIMS = {
     "driver": ("the driver", ""), "rank": ("rank|policy|PolicyActor", ""), "critic": ("critic", "critic"),
     "reward_model": ("reward", "reward_model"), "frozen": ("reference|guide", "frozen"), "engine": ("engine", ""),
-    "engine_worker": ("engine", "engine_worker"), "grader": ("grad|reward", "reward"), "raylet": ("raylet", ""),
+    "engine_worker": ("engine", "engine_worker"), "grader": ("grad|reward", "reward"), "raylet": ("raylet|Not arrived: rank", ""),
     "agent": ("raylet|agent", ""), "gcs": ("gcs", ""),
 }  # fmt: skip
 _SIGNALS = {
