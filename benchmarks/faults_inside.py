@@ -57,11 +57,11 @@ class PolicyActor(policy.PolicyActor):
             os._exit(7)
         return super().send_weights()
 
-    def save_state(self, *arguments: Any) -> Any:
+    def save_state(self, *arguments: Any, **options: Any) -> Any:
         if not asked("inside_disk_slow"):
-            return super().save_state(*arguments)
+            return super().save_state(*arguments, **options)
         with patch.object(os, "fsync", _slow(os.fsync)):
-            return super().save_state(*arguments)
+            return super().save_state(*arguments, **options)
 
 
 _FACTORS = {"inside_nan_gradient": math.nan, "inside_spike_gradient": 1e6}
