@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
 import signal
 import sys
 import time
@@ -27,7 +28,7 @@ from openrlhf_ext.outputs import aligned, write_text
 from openrlhf_ext.tools.chaos.faults import FAULTS, draw
 from openrlhf_ext.tools.chaos.toy import toy
 from openrlhf_ext.tools.chaos.trial import Campaign, described, run_command, summary
-from openrlhf_ext.tools.chaos.watch import abilities
+from openrlhf_ext.tools.chaos.watch import PHASES, abilities
 
 _WRITES = ("ckpt.path", "ckpt.output_dir", "logger.metrics_path", "logger.figure_path", "logger.tensorboard_dir")
 _NEEDS = {"root": "root, for namespaces of its own", "netem": "root, and a kernel with netem"}
@@ -45,24 +46,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     if asked.list:
         show("\n".join(aligned([(f.name, f.needs or "-", f.about) for f in FAULTS.values()], str.ljust)))
         return 0
-    output, can = Path(asked.output).absolute(), abilities()
+    output, can, made = Path(asked.output).absolute(), abilities(), False
     try:
+        check_order(words)
         check_free(output)
-        words = [*(["--config", run] if run else toy(output / "toy")), *words]
+        made = not run and not any(word.split("=")[0] == "--config" for word in words)
+        words = [*(toy(output / "toy") if made else ["--config", run] if run else []), *words]
         config = load_config(words)
         check_outputs(config, output)
         names = chosen(can | parts_of(config), asked.only)
     except (Refused, ConfigError) as error:
+        if made:  # the next try may have the same folder
+            shutil.rmtree(output / "toy", ignore_errors=True)
         print(f"chaos: {error}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends what it has started
     url = str(config.reward.remote_url)
     command = partial(run_command, words, str(Path(url).absolute()) if url.endswith(".py") else None)
-    campaign = Campaign(command, output / "undisturbed", config.eval.steps, "root" in can, can_be_repeated(config))
+    every = config.eval.steps if config.eval.dataset else -1
+    campaign = Campaign(command, output / "undisturbed", every, "root" in can, can_be_repeated(config))
     try:
         return make_all(campaign, names, asked.seed, 60.0 * asked.minutes, output)
     except KeyboardInterrupt:
-        print(f"chaos: interrupted; what was found so far: {output / 'chaos.json'}", file=sys.stderr)
+        page = output / "chaos.json"
+        if page.exists():
+            write_text(page, json.dumps({"interrupted": True, **json.loads(page.read_text())}, indent=1) + "\n")
+        found = f"what was found before: {page}" if page.exists() else "nothing was found yet"
+        print(f"chaos: interrupted; {found}", file=sys.stderr)
         return 130
 
 
@@ -77,9 +87,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_order(words: Sequence[str]) -> None:
+    """Raises Refused: RUN.yaml comes after options, where it would be taken for a value of the toy's last one."""
+    for before, word in zip(["", *words], words, strict=False):
+        if word.endswith((".yaml", ".yml")) and not word.startswith("-") and not before.startswith("-"):
+            raise Refused(f"{word} must be one file, before all options: openrlhf-ext chaos {word} --minutes ...")
+
+
 def check_free(output: Path) -> None:
-    """Raises Refused: the folder is in use, or not empty."""
-    inside = {path.name for path in output.iterdir()} if output.exists() else set()
+    """Makes the folder. Raises Refused: it is in use, not empty, or cannot be made."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        inside = {path.name for path in output.iterdir()}
+    except OSError as error:
+        raise Refused(f"--output {output} cannot be a folder of runs ({error.strerror}): name a new folder") from None
     try:
         if LOCK in inside:
             FolderLock(output, take_over=False, remedy="name a new folder").close()
@@ -122,14 +143,17 @@ def chosen(available: set[str], only: str | None) -> list[str]:
     lacking = {name: fault.needs for name, fault in FAULTS.items() if fault.needs not in available | {""}}
     if only is None:
         return sorted(FAULTS.keys() - lacking)
-    for name in (names := only.split(",")):
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    if not names:
+        raise Refused("--only names no fault: give names with commas between them; --list shows all")
+    for name in names:
         if name not in FAULTS:
             near = nearest(name, list(FAULTS))
             raise Refused(f"--only: no fault {name!r}; {f'did you mean {near}?' if near else '--list shows all'}")
         if name in lacking:
             needs = _NEEDS.get(lacking[name], f"a run with {lacking[name]}")
             raise Refused(f"--only {name} needs {needs}, which is not here: leave it out")
-    return names
+    return sorted({*names})
 
 
 def make_all(campaign: Campaign, names: Sequence[str], seed: int, seconds: float, output: Path) -> int:
@@ -138,12 +162,16 @@ def make_all(campaign: Campaign, names: Sequence[str], seed: int, seconds: float
     usual_s, wrong, steps = campaign.undisturb()
     campaign, trials = dataclasses.replace(campaign, seconds=usual_s), list[dict[str, Any]]()
     show(f"undisturbed: {usual_s:.0f} s, {steps} steps; seed {seed}, {len(names)} faults to draw from")
+    phases = [phase for phase in PHASES if phase != "evaluation" or campaign.evaluates_every > 0]
     while not wrong and (not trials or time.monotonic() - began < seconds):
         number = len(trials)
-        drawn = draw(seed, number, names, steps)
+        drawn = draw(seed, number, names, steps, among=phases)
         trials.append(campaign.trial(output / f"trial{number}", drawn, restarts=number % 2))
         show("\n".join(described(trials[-1])))
         found = {"seed": seed, "undisturbed_seconds": usual_s, **summary(trials), "trials": trials}
+        write_text(output / "chaos.json", json.dumps(found, indent=1) + "\n")
+    if wrong:
+        found = {"seed": seed, "held": False, "undisturbed": wrong}
         write_text(output / "chaos.json", json.dumps(found, indent=1) + "\n")
     said = "\n".join(wrong) or summary(trials)["sentence"]
     show(f"{said} ({output})")

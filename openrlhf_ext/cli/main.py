@@ -167,9 +167,12 @@ def at_least(smallest: int) -> Callable[[str], int]:
     """``type`` of an option that is a whole number of at least this."""
 
     def whole_number(text: str) -> int:
-        if (value := int(text)) < smallest:
-            raise argparse.ArgumentTypeError(f"must be at least {smallest}, got {text}")
-        return value
+        try:
+            if (value := int(text)) >= smallest:
+                return value
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"must be at least {smallest}, got {text}")
 
     return whole_number
 

@@ -22,7 +22,7 @@ from tests.e2e.jobs import JOB_S
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):
     """What the command says, with status 2, and nothing is started."""
-    monkeypatch.setattr(chaos, "toy", lambda folder: words(tmp_path))
+    monkeypatch.setattr(chaos, "toy", lambda folder: folder.mkdir(parents=True) or words(tmp_path))
     monkeypatch.setattr(chaos, "make_all", lambda *_: pytest.fail("it began"))
 
     def refused(*more: str) -> str:
@@ -71,14 +71,20 @@ def test_a_folder_in_use_names_its_holder_and_one_that_is_not_empty_is_refused(r
     assert f"is in use by pid {os.getpid()}" in said
     lock.close()
     assert "is not empty" in refused("--output", str(tmp_path / "run"))
+    (tmp_path / "file").touch()
+    assert "cannot be a folder of runs (File exists)" in refused("--output", str(tmp_path / "file"))
+    assert "cannot be a folder of runs (Not a directory)" in refused("--output", str(tmp_path / "file/below"))
 
 
-def test_faults_that_cannot_happen_here_are_refused_with_the_reason(refused, monkeypatch):
+def test_faults_that_cannot_happen_here_are_refused_with_the_reason(refused, tmp_path, monkeypatch):
     monkeypatch.setattr(chaos, "abilities", lambda: set())
     assert "--only network_cut needs root" in refused("--only", "kill_rank,network_cut")
     assert "kill_reward_model needs a run with reward_model" in refused("--only", "kill_reward_model")
     assert "no fault 'kill_rnk'; did you mean kill_rank?" in refused("--only", "kill_rnk")
+    assert "--only names no fault" in refused("--only", " ,")
+    assert not (tmp_path / "out/toy").exists(), "the corrected command may have the same folder"
     assert "must be at least 1, got 0" in refused("--minutes", "0")
+    assert "must be a whole number, got 'x'" in refused("--seed", "x")
     assert "did you mean --minutes" in refused("--minute", "3")
 
 
@@ -94,18 +100,31 @@ def test_all_faults_are_listed_with_what_they_need(capsys):
     assert lines.keys() == chaos.FAULTS.keys() and lines["network_slow"].startswith("netem")
 
 
+def test_a_yaml_is_the_run_wherever_it_stands_or_is_refused(refused, tmp_path, monkeypatch):
+    config = given(tmp_path) | {"ckpt": {"output_dir": "/somewhere/else"}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    said = refused("--minutes", "1", str(tmp_path / "run.yaml"))
+    assert f"{tmp_path}/run.yaml must be one file, before all options" in said
+    monkeypatch.setattr(chaos, "toy", lambda folder: pytest.fail("the YAML is the run"))
+    assert "is /somewhere/else, outside of --output" in refused("--config", str(tmp_path / "run.yaml"))
+    assert "is /somewhere/else, outside of --output" in refused(f"--config={tmp_path / 'run.yaml'}")
+
+
 class Made:
     """A campaign whose runs take no time; what is wrong with each."""
 
-    def __init__(self, *wrong: list[str]) -> None:
-        self._wrong, self.drawn = iter(wrong), []
+    def __init__(self, *wrong: list[str], missed: bool = False) -> None:
+        self._wrong, self.drawn, self.evaluates_every = iter(wrong), [], -1
+        self._row = {"fault": "kill_rank", "phase": "sampling", "step": 1, "result": "restarted"}
+        self._row |= {"missed": "the phase did not come"} if missed else {}
 
     def undisturb(self) -> tuple[float, list[str], int]:
         return 3.0, next(self._wrong), 6
 
     def trial(self, folder: Path, drawn: list[Any], restarts: int) -> dict[str, Any]:
         self.drawn.append((folder.name, restarts, drawn))
-        return {"faults": [], "wrong": next(self._wrong), "left": [], "seconds": 6.0, "undisturbed_seconds": 3.0}
+        about = {"wrong": next(self._wrong), "left": [], "seconds": 6.0, "undisturbed_seconds": 3.0}
+        return {"faults": [self._row], **about}
 
 
 def test_status_and_page_say_whether_all_held(tmp_path, monkeypatch, capsys):
@@ -116,8 +135,12 @@ def test_status_and_page_say_whether_all_held(tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "chaos.json").read_text())["effective"] == 0.5
     assert chaos.make_all(failed, ["kill_rank"], 3, 0.0, tmp_path) == 1 and failed.drawn == held.drawn
     assert not json.loads((tmp_path / "chaos.json").read_text())["held"]
+    assert {drawn.phase for _, _, all_drawn in held.drawn for drawn in all_drawn}.isdisjoint({"evaluation"})
+    assert chaos.make_all(Made([], [], missed=True), ["kill_rank"], 3, 0.0, tmp_path) == 1, "nothing was done"
     assert chaos.make_all(Made(["no model"]), ["kill_rank"], 3, 0.0, tmp_path) == 1
+    assert json.loads((tmp_path / "chaos.json").read_text())["undisturbed"] == ["no model"]
     said = capsys.readouterr().out
+    assert "no fault could be done to a run" in said
     assert "1 of 1 runs" in said and "DID NOT HOLD: a step is lost" in said and f"no model ({tmp_path})" in said
 
 

@@ -175,7 +175,7 @@ def test_files_of_other_recipes_metrics_and_kinds_are_refused_by_name(task, corr
     assert "not JSON" in (told := refused(tmp_path / "cut.json")) and "make it anew: openrlhf-ext report" in told
     runs = [make_run(tmp_path, str(n), config_of(task), n, evaluates=True) for n in range(3)]
     (tmp_path / "evaluated.json").write_text(written(make_corridor(runs)))
-    assert "eval.dataset is None, and the trusted runs have bands of evaluations" in refused(tmp_path / "evaluated.json")
+    assert "eval.dataset is None, and the trusted runs have bands of eval" in refused(tmp_path / "evaluated.json")
     (tmp_path / "short.json").write_text(json.dumps({**other, "bands": {"lr": {"low": [1], "high": []}}}))
     assert "as many" in refused(tmp_path / "short.json")
     known = json.loads(corridor.read_text())

@@ -135,8 +135,8 @@ def ask(misdeed: str, run: Run, _: psutil.Process) -> None:
 _VICTIMS = {
     "driver": ("the driver", ""), "rank": ("rank|policy|PolicyActor", ""), "critic": ("critic", "critic"),
     "reward_model": ("reward", "reward_model"), "frozen": ("reference|guide", "frozen"), "engine": ("engine", ""),
-    "engine_worker": ("engine", "engine_worker"), "grader": ("grad|reward", "reward"), "raylet": ("raylet|Not arrived: rank", ""),
-    "agent": ("raylet|agent", ""), "gcs": ("gcs", ""),
+    "engine_worker": ("engine", "engine_worker"), "grader": ("grad|reward", "reward"),
+    "raylet": ("raylet|Not arrived: rank", ""), "agent": ("raylet|agent", ""), "gcs": ("gcs", ""),
 }  # fmt: skip
 _SIGNALS = {
     "kill": (signal.SIGKILL, 0.0, "is killed, as by the kernel when memory is short"),
@@ -144,6 +144,9 @@ _SIGNALS = {
     "pause": (signal.SIGSTOP, _PAUSE_S, "is stopped for 4 s"),
 }
 _ASKED = {"term": signal.SIGTERM, "interrupt": signal.SIGINT, "hangup": signal.SIGHUP, "kill": signal.SIGKILL}
+_DOES = {
+    "fills": "fills its memory", "prints": "prints 6 MiB", "nan": "returns NaN", "closes": "closes its files and pipes",
+}  # fmt: skip
 _FILES = {"checkpoint": "checkpoint|global_step|removed", "run": "removed|No such file"}
 _NETWORK = {
     "cut": ("ip link set lo down", "", "is cut for ever"),
@@ -193,8 +196,9 @@ def _table() -> Iterator[Fault]:
         yield Fault(f"network_{how}", f"the network between the run's processes {about}",
                     partial(_inside, script, undo), "command", "Ray|rank|engine", needs, phases=_RUNNING)  # fmt: skip
     for misdeed in MISDEEDS:
-        yield Fault(f"reward_{misdeed}", f"the reward function {misdeed}, once", partial(ask, misdeed), names="reward",
-                    needs="reward", exact=misdeed in ("forks", "prints"), phases=("sampling",))  # fmt: skip
+        about = f"the reward function {_DOES.get(misdeed, misdeed)}, once"
+        yield Fault(f"reward_{misdeed}", about, partial(ask, misdeed), names="reward", needs="reward",
+                    exact=misdeed in ("forks", "prints"), phases=("sampling",))  # fmt: skip
 
 
 FAULTS: dict[str, Fault] = {fault.name: fault for fault in _table()}

@@ -44,33 +44,34 @@ class Campaign:
         """Makes the undisturbed run: its seconds, what is wrong with it, its steps."""
         began = time.monotonic()
         status, wrong = self._start(self.undisturbed, [], [], began + _ENDS_S, [])
-        wrong += [f"the undisturbed run ended with {status}"] if status else []
+        if status:
+            wrong.append(f"the undisturbed run ended with {status}; what it said: {self.undisturbed / 'log0'}")
         steps = max((r["step"] for r in read_records(self.undisturbed / "run/metrics.jsonl")), default=0)
         return time.monotonic() - began, wrong, steps
 
     def trial(self, folder: Path, drawn: Sequence[Drawn], restarts: int) -> dict[str, Any]:
         """Starts the run, does to it what was drawn, goes on until it has ended in order, and judges."""
-        pending, rows, wrong, starts, began = list(drawn), list[dict[str, Any]](), list[str](), 0, time.monotonic()
-        status: int | None = 1
-        while status != 0 and starts < len(drawn) + 2:
+        pending, rows, wrong, began = list(drawn), list[dict[str, Any]](), list[str](), time.monotonic()
+        statuses: list[int | None] = []
+        while 0 not in statuses and len(statuses) < len(drawn) + 2:
             words = ["--train.max_restarts", str(restarts)]
-            words += ["--ckpt.load_enable"] if starts else []
-            words += ["--ckpt.fallback_enable"] if starts or restarts else []
+            words += ["--ckpt.load_enable"] if statuses else []
+            words += ["--ckpt.fallback_enable"] if statuses or restarts else []
             until = time.monotonic() + _ENDS_S + 2 * self.seconds + _FAULT_S * len(pending)
             status, found = self._start(folder, words, pending, until, rows)
-            starts, wrong = starts + 1, wrong + found
-        if status == 0:
-            exact = self.exact and all(FAULTS[row["fault"]].exact for row in rows)
+            statuses, wrong = [*statuses, status], wrong + found
+        exact = self.exact and all(FAULTS[row["fault"]].exact for row in rows if "missed" not in row)
+        if 0 in statuses:
             wrong += judge.outcome(self.undisturbed, folder, exact)
         else:
-            wrong.append(f"it did not end in order after {starts} starts")
+            wrong.append(f"it did not end in order after {len(statuses)} starts")
         wrong += judge.ledger(folder)
         self._measure(rows, folder)
         rows += [asdict(missed) | {"missed": "the phase did not come"} for missed in pending]
         return {
             "faults": rows, "wrong": wrong, "left": judge.files(self.undisturbed, folder),
-            "restarts_allowed": restarts, "starts": starts, "seconds": time.monotonic() - began,
-            "undisturbed_seconds": self.seconds,
+            "compared": "bits" if exact else "steps", "restarts_allowed": restarts, "statuses": statuses,
+            "seconds": time.monotonic() - began, "undisturbed_seconds": self.seconds,
         }  # fmt: skip
 
     def _start(
@@ -104,8 +105,7 @@ class Campaign:
 
     def _measure(self, rows: list[dict[str, Any]], folder: Path) -> None:
         """Adds what each fault cost."""
-        paths = [path for kept in ("run", REMOVED) for path in (folder / kept).glob("metrics.jsonl*")]
-        records = [r for path in paths for r in read_records(path) if not is_evaluation(r)]
+        records = [record for record in _all_of(folder, "metrics") if not is_evaluation(record)]
         records.sort(key=lambda record: record["time"])
         usual = _graded_by(self.undisturbed)
         for row in rows:
@@ -125,7 +125,7 @@ class Campaign:
 
 def run_command(words: Sequence[str], reward: str | None, folder: Path, more: Sequence[str]) -> list[str]:
     """Of a run in ``folder``; ``reward`` is the user's function, which is counted and spoiled there."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     asked = {word.split("=")[0] for word in words}
     given: dict[str, object] = {name: value for name, value in DEADLINES.items() if f"--{name}" not in asked} | {
         "ckpt.output_dir": folder / "run", "ckpt.path": folder / "checkpoints", "ckpt.save_steps": 1,
@@ -154,10 +154,7 @@ def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> lis
     """Adds to the faults of this start when the run noticed, and what came of it; returns what it did not say. What
     happens after the next fault counts as that one's."""
     wrong: list[str] = []
-    events, records = (
-        [record for kept in (REMOVED, "run") for record in read_records(run.folder / f"{kept}/{name}.jsonl")]
-        for name in ("events", "metrics")
-    )
+    events, records = (_all_of(run.folder, name) for name in ("events", "metrics"))
     here = [row for row in rows if row["log"] == run.log.name and "missed" not in row]
     for row, following in zip(here, [*here, None][1:], strict=True):
         ended = following["at"] if following else time.time()
@@ -182,6 +179,12 @@ def _judge_rows(rows: list[dict[str, Any]], run: Run, status: int | None) -> lis
         if not unheard and not re.search("|".join(filter(None, [own, *earlier])) if own else "", text):
             wrong.append(f"{row['fault']} is not named: {text[-_SAID:]}")
     return wrong
+
+
+def _all_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Records, also those that were moved aside by a restart, or removed with the run folder."""
+    paths = [path for kept in (REMOVED, "run") for path in (folder / kept).glob(f"{name}.jsonl*")]
+    return [record for path in paths for record in read_records(path)]
 
 
 def _calls(folder: Path) -> list[float]:
@@ -210,10 +213,12 @@ def described(trial: Mapping[str, Any]) -> list[str]:
 
 
 def summary(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Whether all held; ``effective``: the time of undisturbed runs over that of the disturbed ones."""
+    """Whether all held, of at least one fault; runs that nothing was done to count only if something was wrong.
+    ``effective``: the time of undisturbed runs over that of the disturbed ones."""
     rows = [row for trial in trials for row in trial["faults"] if "missed" not in row]
+    trials = [t for t in trials if t["wrong"] or any("missed" not in row for row in t["faults"])]
     failed = sum(bool(trial["wrong"]) for trial in trials)
     effective = sum(t["undisturbed_seconds"] for t in trials) / max(1e-9, sum(t["seconds"] for t in trials))
     held = f"{len(trials) - failed} of {len(trials)} runs with {len(rows)} faults held"
-    sentence = f"{held}; effective training time {effective:.0%}"
-    return {"held": not failed, "faults": len(rows), "effective": effective, "sentence": sentence}
+    sentence = f"{held}; effective training time {effective:.0%}" if trials else "no fault could be done to a run"
+    return {"held": bool(rows) and not failed, "faults": len(rows), "effective": effective, "sentence": sentence}

@@ -57,7 +57,8 @@ def test_a_run_that_is_ended_goes_on_and_is_judged(tmp_path, monkeypatch, spoile
     found = campaign.trial(tmp_path / "trial", drawn, restarts=0)
     row, missed = found["faults"]
     assert row["result"] == "ended with 143" and 0 < row["detected_s"] < row["recovered_s"]
-    assert missed["missed"] == "the phase did not come" and found["starts"] == 2
+    assert missed["missed"] == "the phase did not come" and found["statuses"] == [143, 0]
+    assert found["compared"] == "bits"
     assert [] == found["wrong"] if says is None else found["wrong"][0].startswith(says), found
 
 
