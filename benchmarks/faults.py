@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -41,7 +41,7 @@ RESULT = record.RESULTS / "faults_cpu.json"
 _LEAST, _MOST = 8, 16  # faults in a run
 _EPISODES = 4  # of the toy's data: 24 steps
 _KEPT_TEXT = 400
-_TURNS, _TWO_NODES = 9, 9000  # modes that take turns; the first number of the one that is made by itself
+_TURNS, _TWO_NODES = 9, 9000  # the older modes have every ninth number each; the first number of two_nodes
 _HELD = ("held", "left")
 RESULTS = ("went on", "engine replaced", "restarted", "ended, resumed", "overtaken by the next")
 _PATH = re.compile(r"(?<![\w.])/\S*/(?=\S)")  # absolute: of a machine
@@ -291,14 +291,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends what it has started
     began, available = time.monotonic(), abilities()
     asked.work.mkdir(parents=True, exist_ok=True)
-    every = list(modes(asked.work))
-    mine = [name for name in asked.modes.split(",") if name] or every
+    mine = [name for name in asked.modes.split(",") if name]
     only = [name for name in asked.only.split(",") if name]
     while time.monotonic() - began < 60 * asked.minutes:
         done = {trial["trial"] for trial in _known(asked.result)}
-        first = _TWO_NODES if mine == ["two_nodes"] else 0
-        number = next(n for n in itertools.count(first) if n not in done and _mode_of(n, every) in mine)
-        mode = Mode(_mode_of(number, every), asked.work, available)
+        number, name = _next_trial(done, mine or list(modes(asked.work)), list(modes(asked.work)))
+        mode = Mode(name, asked.work, available)
         if wrong := mode.undisturb():
             print(f"{mode.name}: the undisturbed run failed: {wrong}", file=sys.stderr)
             return 1
@@ -311,8 +309,14 @@ def main() -> int:
     return 0
 
 
-def _mode_of(number: int, every: Sequence[str]) -> str:
-    return every[number % _TURNS] if number < _TWO_NODES else "two_nodes"
+def _next_trial(done: Container[int], mine: Sequence[str], every: Sequence[str]) -> tuple[int, str]:
+    """The lowest number that is missing, and its mode; every mode has numbers of its own, and they take turns."""
+    found = []
+    for name in mine:
+        first, step = (_TWO_NODES, 1) if name == "two_nodes" else (every.index(name), _TURNS)
+        number = next(n for n in itertools.count(first, step) if n not in done)
+        found.append(((number - first) // step, number, name))
+    return min(found)[1:]
 
 
 def _known(result: Path) -> list[dict[str, Any]]:

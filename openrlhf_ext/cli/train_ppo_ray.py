@@ -45,16 +45,10 @@ def _reporting_faults(do: Callable[[], int]) -> int:
 
 def start(argv: list[str]) -> int:
     """The same; raises ConfigError where the configuration is wrong."""
-    seen: list[RunConfig] = []
-
-    def rules(config: RunConfig) -> Findings:
-        seen.append(config)
-        return findings(config)
-
-    try:
-        config = load_config(argv, more_rules=rules, choice=choice)
-    except ConfigError as error:
-        raise (preflight.with_user_code(error, seen[0]) if seen else error) from None
+    # files of the user's, and what these start, may print: standard output of a dry run for programs is JSON alone
+    is_for_programs = any(word.split("=")[0] == "--dry_run_json" for word in argv)
+    with _stdout_to_stderr() if is_for_programs else contextlib.nullcontext():
+        config = _loaded(argv)
     if not config.logger.verbose:
         warnings.simplefilter("ignore")  # those of the libraries; ours are log records
     if config.dry_run:  # shows the warnings itself
@@ -62,10 +56,23 @@ def start(argv: list[str]) -> int:
     for warning in config.warnings:
         logging.getLogger("openrlhf_ext").warning(warning)
     if config.dry_run_json:
-        with _stdout_to_stderr():  # the user's files may print, and so may what they start
+        with _stdout_to_stderr():
             tried = preflight.tried(config)
         return dry_run_json(config, *tried)
     return guard.run(config, train)
+
+
+def _loaded(argv: list[str]) -> RunConfig:
+    seen: list[RunConfig] = []
+
+    def rules(config: RunConfig) -> Findings:
+        seen.append(config)
+        return findings(config)
+
+    try:
+        return load_config(argv, more_rules=rules, choice=choice)
+    except ConfigError as error:
+        raise (preflight.with_user_code(error, seen[0]) if seen else error) from None
 
 
 @contextlib.contextmanager

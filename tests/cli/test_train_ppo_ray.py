@@ -57,6 +57,20 @@ def test_a_reward_file_that_cannot_be_imported_stops_the_run_before_ray_starts(t
     assert "No module named 'no_such_module'" in report
 
 
+OWN_ALGORITHM = """
+from openrlhf_ext.algorithms import TokenAlgorithm, register_algorithm
+from openrlhf_ext.algorithms.option_blocks import *
+from openrlhf_ext.algorithms.option_blocks import degenerate as rule
+print("registering")
+
+class Options(PartitionOptions, TruncationOptions, ClipOptions, ScopeOptions):
+    degenerate: Degenerate = rule("zero")
+
+@register_algorithm("loud", Options)
+class Loud(TokenAlgorithm):
+    def advantages(self, inputs):
+        return {"advantages": inputs.segments.spread(inputs.part.success_B.double())}
+"""
 PRINTS_AND_RAISES = """
 import os
 print("loading")
@@ -81,13 +95,16 @@ def test_a_dry_run_that_could_not_look_at_everything_cannot_say(tmp_path, capfd,
     task = Task.make(tmp_path)
     if not words:
         (tmp_path / "reward.py").write_text(PRINTS_AND_RAISES)
-    options = [*task.options("out"), *words]
+    (tmp_path / "own.py").write_text(OWN_ALGORITHM)
+    own = ["--algo.advantage.estimator", "custom", "--algo.module_path", str(tmp_path / "own.py")]
+    options = [*task.options("out"), *(own if not words else words)]
     capfd.readouterr()
+    assert main([*options, "--dry_run_json"]) == 3  # first: an algorithm's file is imported once in a process
+    out = capfd.readouterr().out  # nothing that the user's files print
+    assert json.loads(out)["options"]["train.batch_size"] == 32
     assert main([*options, "--dry_run"]) == 3
     out = capfd.readouterr().out
-    said = [line for line in out.splitlines() if line not in ("loading", "grading", "by another process")]
+    printed = ("registering", "loading", "grading", "by another process")
+    said = [line for line in out.splitlines() if line not in printed]
     assert said[0].startswith("cannot say: ") and why in said[0] and "would start" not in out
     assert said[-1] == said[0], "it stands at the end too"
-    assert main([*options, "--dry_run_json"]) == 3
-    out = capfd.readouterr().out  # nothing that the user's file prints
-    assert json.loads(out)["options"]["train.batch_size"] == 32

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from openrlhf_ext.tools.chaos import watch
+from openrlhf_ext.tools.chaos import trial, watch
 from openrlhf_ext.tools.chaos.faults import Drawn
 from openrlhf_ext.tools.chaos.trial import DEADLINES, Campaign, run_command
 
@@ -62,14 +63,28 @@ def test_a_run_that_is_ended_goes_on_and_is_judged(tmp_path, monkeypatch, spoile
     assert [] == found["wrong"] if says is None else found["wrong"][0].startswith(says), found
 
 
+def test_what_came_of_a_fault_is_found_also_after_a_restart_has_moved_its_event_aside(tmp_path):
+    (tmp_path / "run").mkdir()
+    event = '{{"event": "{}", "time": {}}}\n'.format
+    (tmp_path / "run/events.jsonl.superseded.1").write_text(event("engine_replaced", 11.0))
+    (tmp_path / "run/events.jsonl").write_text(event("restart", 21.0))
+    log = tmp_path / "log0"
+    log.write_text("replacing rollout engines [0]\nthe run failed:\nrank 0 died\n")
+    at = {"phase": "sampling", "log": log.name}
+    rows = [at | {"fault": "kill_engine", "at": 10.0, "from": 0}, at | {"fault": "kill_rank", "at": 20.0, "from": 30}]
+    assert trial._judge_rows(rows, SimpleNamespace(folder=tmp_path, log=log), 0) == []
+    assert [(row["result"], row["detected_s"]) for row in rows] == [("engine replaced", 1.0), ("restarted", 1.0)]
+
+
 def test_a_run_writes_below_its_folder_and_its_reward_function_is_the_counted_one(tmp_path):
-    words = run_command(["--train.seed", "3"], "/users/reward.py", tmp_path / "it", ["--ckpt.load_enable"])
+    folder = tmp_path / "new/it"
+    words = run_command(["--train.seed", "3"], "/users/reward.py", folder, ["--ckpt.load_enable"])
     given = dict(zip(words[3::2], words[4::2], strict=False))
     folders = ("ckpt.output_dir", "ckpt.path", "logger.metrics_path", "logger.figure_path", "reward.remote_url")
-    assert all(Path(given[f"--{name}"]).is_relative_to(tmp_path / "it") for name in folders)
+    assert all(Path(given[f"--{name}"]).is_relative_to(folder) for name in folders)
     assert given["--train.seed"] == "3" and words[-1] == "--ckpt.load_enable"
     assert all(given[f"--{name}"] == str(limit) for name, limit in DEADLINES.items())
-    assert "Spoiled('/users/reward.py'" in (tmp_path / "it/reward.py").read_text()
+    assert "Spoiled('/users/reward.py'" in (folder / "reward.py").read_text()
 
 
 @pytest.mark.parametrize("own", [["--train.step_timeout_s", "900"], ["--train.step_timeout_s=900"]])
