@@ -17,8 +17,6 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from openrlhf.datasets import PromptDataset
-from openrlhf.datasets.utils import blending_datasets
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor as _RolloutRayActorRemote
 from openrlhf.utils.agent import AgentExecutorBase as AgentExecutorBase
 from openrlhf.utils.agent import MultiTurnAgentExecutor as MultiTurnAgentExecutor
@@ -90,7 +88,7 @@ def _without_passwords(args: SimpleNamespace) -> SimpleNamespace:
 
 
 __all__ = [
-    "AgentExecutorBase", "DriverStrategy", "PromptDataset", "RolloutRayActor",
-    "SUPPORTED_OPENRLHF", "TensorboardLogger", "WandbLogger", "blending_datasets", "build_sinks", "get_tokenizer",
+    "AgentExecutorBase", "DriverStrategy", "RolloutRayActor",
+    "SUPPORTED_OPENRLHF", "TensorboardLogger", "WandbLogger", "build_sinks", "get_tokenizer",
     "plain_class", "quiet_upstream_logs",
 ]  # fmt: skip

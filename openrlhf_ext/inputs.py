@@ -7,11 +7,13 @@ remedy. Imports the standard library alone.
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import hashlib
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +33,7 @@ _CHUNK = 1 << 20
 _SPACE = re.compile(r"[ \t\n\r]*")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SHOWN_CHARACTERS = 100
+_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.*)", re.DOTALL)
 _NAMES = {dict: "map", list: "list", str: "text", bool: "true or false", int: "number", float: "number"}
 
 
@@ -171,6 +174,31 @@ def reading(path: str | Path, how: str = "") -> Iterator[None]:
         raise InputError(f"{path} cannot be read{how and ' '}{how}: {type(error).__name__}: {reason:.500}") from error
 
 
+def named_part(text: str) -> tuple[str, str]:
+    """(name, rest) of ``name=rest``; the name is empty where there is none, as in paths and addresses."""
+    found = _NAMED.fullmatch(text.strip())
+    return (found[1], found[2].strip()) if found else ("", text.strip())
+
+
+def path_exists(text: str) -> bool:
+    """Whether a local file or folder is there; ``~`` is expanded."""
+    return os.path.exists(os.path.expanduser(text.strip()))
+
+
+def split_inputs(value: str) -> Iterator[str]:
+    """The inputs of a value that commas separate. A path that exists may have commas of its own."""
+    parts = value.split(",")
+    while parts:
+        taken = 1
+        for end in range(len(parts), 1, -1):
+            text = ",".join(parts[:end])
+            if path_exists(text) or path_exists(named_part(text)[1]):
+                taken = end
+                break
+        yield ",".join(parts[:taken]).strip()
+        parts = parts[taken:]
+
+
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
     """The known name that looks most like this one; of equally close ones that with the same letters."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
@@ -199,7 +227,7 @@ def read_text(path: str | Path, most: int = FILE_BYTES) -> str:
         content = file.read(most + 1)
         if len(content) > most:
             raise InputError(f"{path} is too large: it must have at most {most} bytes; is it the right file?")
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")
 
 
 def sha256_of(path: str | Path) -> str:
@@ -214,12 +242,17 @@ def read_json(
     return check(decode(read_text(path), str(path)), str(path), required or {}, optional)
 
 
-def decode(text: str | bytes, where: str) -> Any:
-    """The value of a JSON text; InputError also for more than 64 levels, an integer of more than 100 digits, or half of
-    a UTF-16 pair."""
+def decode_record(text: str | bytes, where: str) -> Any:
+    """As :func:`decode`; InputError also for a map that has a key twice."""
+    return decode(text, where, _RECORD_DECODER)
+
+
+def decode(text: str | bytes, where: str, decoder: json.JSONDecoder | None = None) -> Any:
+    """The value of a JSON text; InputError also for more than 64 levels, an integer of more than 100 digits, a number
+    that no float holds, or half of a UTF-16 pair."""
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
-        value = _DECODER.decode(text)
+        value = (decoder or _DECODER).decode(text)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         raise InputError(f"{where}: not JSON ({error.msg} at {place})") from error
@@ -250,9 +283,12 @@ def _is_deep(value: Any) -> bool:
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and content of the lines that are not blank; InputError if one is longer than 64 MiB."""
+    """Number, from 1, and content of the lines that are not blank, without a byte order mark at the beginning;
+    InputError if one is longer than 64 MiB."""
     with reading(path), open(path, "rb") as file:
         number = 0
+        if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+            file.seek(0)
         while line := file.readline(LINE_BYTES + 1):
             number += 1
             if len(line) > LINE_BYTES:
@@ -267,7 +303,7 @@ def json_array(path: str | Path) -> Iterator[tuple[int, Any]]:
 
     InputError if an element is longer than 64 MiB.
     """
-    with reading(path), open(path, encoding="utf-8") as file:
+    with reading(path), open(path, encoding="utf-8-sig") as file:
         text = file.read(_CHUNK)
         at, number = _behind_space(text, 0) + 1, 0
         while True:
@@ -275,7 +311,7 @@ def json_array(path: str | Path) -> Iterator[tuple[int, Any]]:
             while (found := _element(text, at, may_end=number == 1)) is None:
                 more = file.read(max(_CHUNK, len(text) - at))
                 if not more or len(text) - at > LINE_BYTES:
-                    decode(text[at:], f"{path}, record {number}")  # says what is wrong with it, in most cases
+                    decode_record(text[at:], f"{path}, record {number}")  # says what is wrong with it, in most cases
                     raise InputError(f"{path}, record {number}: the array does not end behind it")
                 text, at = text[at:] + more, 0
             value, start, end, at = found
@@ -294,7 +330,8 @@ def _element(text: str, at: int, may_end: bool) -> tuple[Any, int, int, int] | N
     """
     start = _behind_space(text, at)
     try:
-        value, end = (None, start) if may_end and text[start : start + 1] == "]" else _DECODER.raw_decode(text, start)
+        ends = may_end and text[start : start + 1] == "]"
+        value, end = (None, start) if ends else _RECORD_DECODER.raw_decode(text, start)
     except (ValueError, RecursionError):
         return None
     behind = _behind_space(text, end)
@@ -315,4 +352,21 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
 
 
-_DECODER = json.JSONDecoder(parse_int=_integer, parse_constant=_no_constant)
+def _number(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"no float holds {text:.40}")
+    return number
+
+
+def _with_unlike_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_int=_integer, parse_float=_number, parse_constant=_no_constant)
+_RECORD_DECODER = json.JSONDecoder(
+    parse_int=_integer, parse_float=_number, parse_constant=_no_constant, object_pairs_hook=_with_unlike_keys
+)

@@ -23,8 +23,6 @@ def test_the_pinned_version_is_installed():
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (compat.PromptDataset.__init__, "self dataset tokenizer strategy input_template"),
-        (compat.blending_datasets, "datasets probabilities strategy seed max_count stopping_strategy dataset_split"),
         (compat.get_tokenizer, "pretrain model padding_side strategy use_fast"),
     ],
 )  # fmt: skip

@@ -26,7 +26,8 @@ from safetensors.torch import load_file
 from openrlhf_ext.checkpoints.store import CheckpointStore
 from openrlhf_ext.cli import convert, evaluate, report, train_ppo_ray
 from openrlhf_ext.config import ConfigError, load_config
-from openrlhf_ext.config.files import Wanted, parameter_count, scan_records, tokenizer_difference, tokenizer_fault
+from openrlhf_ext.config.files import DatasetRef, parameter_count, tokenizer_difference, tokenizer_fault
+from openrlhf_ext.config.records import Wanted, open_source, scan_records
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, finish_interrupted
 from openrlhf_ext.megatron.model.shape import read_model_shape
@@ -161,8 +162,9 @@ def read_configuration(path: Path) -> None:
 
 
 def read_data(path: Path) -> None:
-    scan_records(str(path), Wanted("question", "answer"))
-    scan_records(str(path), Wanted("question", chat=True))
+    source = open_source(DatasetRef(str(path), None), "train")
+    scan_records(source, Wanted("question", "answer"))
+    scan_records(source, Wanted("question", chat=True))
 
 
 def read_weights(path: Path) -> None:

@@ -25,7 +25,7 @@ import ray
 
 import openrlhf_ext
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.config.files import inputs_of
+from openrlhf_ext.config.files import dataset_refs, inputs_of
 from openrlhf_ext.driver.cluster import (
     TokenRefused,
     ask_nodes,
@@ -142,7 +142,7 @@ def _files_of(config: RunConfig | None) -> list[str]:
     if config is None:
         return []
     options = (*config.model_options, *config.data_options, *config.code_options)
-    found = [path for name in options for path in inputs_of(config, name).split(",")]
+    found = [ref.path for name in options for ref in dataset_refs(inputs_of(config, name))]
     return [path for path in found if path and os.path.exists(path)]
 
 

@@ -218,9 +218,7 @@ def dry_run(config: SupervisedConfig) -> int:
         print(f"would not start: {redact(str(error))}", file=sys.stderr)
         return 2
 
-    def examples() -> dict[str, str]:
-        return {} if made is None else {"examples": fingerprint(made)}
-
+    examples = {} if made is None else {"examples": fingerprint(made)}
     resumption = check_resume(config, {"model": trained_model(config)}, examples)
     try:
         proofs = [*layout_proofs(config)]

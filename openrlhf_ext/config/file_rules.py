@@ -10,8 +10,6 @@ from pathlib import Path
 
 from openrlhf_ext.config.files import (
     DATA_SUFFIXES,
-    Scan,
-    Wanted,
     dataset_refs,
     inputs_of,
     is_http_url,
@@ -19,12 +17,12 @@ from openrlhf_ext.config.files import (
     is_url,
     parameter_count,
     require_definition,
-    scan_records,
     tokenizer_fault,
 )
+from openrlhf_ext.config.records import Scan, Wanted, open_source, scan_records
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.sft import SupervisedConfig
-from openrlhf_ext.inputs import InputError, similar_path
+from openrlhf_ext.inputs import InputError, similar_path, split_inputs
 from openrlhf_ext.options import Violation, leaf_fields, value_of
 from openrlhf_ext.options.sections.evaluation import named_parts
 from openrlhf_ext.redaction import HIDDEN, lacks_a_secret
@@ -90,11 +88,11 @@ def _prompt_violations(config: RunConfig) -> Iterator[Violation]:
     wanted = Wanted(data.input_key, data.label_key, data.apply_chat_template)
     if data.prompt_dataset is not None:
         counts: list[int | None] = []
-        yield from _dataset_violations("data.prompt_dataset", data.prompt_dataset, wanted, counts)
+        yield from _dataset_violations("data.prompt_dataset", data.prompt_dataset, data.prompt_split, wanted, counts)
         yield from _prompt_count_violations(counts, data.max_samples, config.rollout.batch_size)
         yield from _split_violations("data.prompt_split", data.prompt_split, "data.prompt_dataset", data.prompt_dataset)
     if config.eval.paths is not None:
-        yield from _dataset_violations("eval.dataset", config.eval.paths, wanted, [])
+        yield from _dataset_violations("eval.dataset", config.eval.paths, config.eval.split, wanted, [])
         yield from _split_violations("eval.split", config.eval.split, "eval.dataset", config.eval.paths)
 
 
@@ -116,7 +114,7 @@ def example_violations(config: SupervisedConfig) -> Iterator[Violation]:
           ("eval.dataset", config.eval.dataset, "eval.split", config.eval.split))
     for option, datasets, split_option, split in of:
         if datasets is not None:
-            yield from _dataset_violations(option, datasets, wanted, [])
+            yield from _dataset_violations(option, datasets, split, wanted, [])
             yield from _split_violations(split_option, split, option, datasets)
 
 
@@ -127,7 +125,7 @@ def wanted_examples(config: SupervisedConfig) -> Wanted:
 
 
 def _dataset_violations(
-    option: str, value: str, wanted: Wanted, counts: list[int | None]
+    option: str, value: str, split: str | None, wanted: Wanted, counts: list[int | None]
 ) -> Iterator[Violation]:
     """Each dataset exists, and all of its records have the keys and the prompt form that will be read.
 
@@ -141,24 +139,23 @@ def _dataset_violations(
             near = similar_path(dataset.path)
             said = f"{option}: {dataset.path} does not exist (a hub name has the form org/name){near}"
             yield Violation((option,), said)
-        elif Path(dataset.path).is_file() and dataset.suffix not in (*DATA_SUFFIXES, ".py"):
+        elif Path(dataset.path).is_file() and not dataset.is_file:
             forms = f"one of {', '.join(DATA_SUFFIXES)}, a folder or a hub name"
             yield Violation((option,), f"{option} must be {forms}: got {dataset.path}")
         else:
             try:
-                scan = scan_records(dataset.path, wanted)
+                scan = scan_records(open_source(dataset, split), wanted)
             except InputError as error:
                 yield Violation((option,), f"{option}: {error}")
                 continue
-            if scan is not None:
-                yield from _record_violations(option, dataset.path, scan, wanted)
-                counts[-1] = scan.records if not scan.faults else None
+            yield from _record_violations(option, dataset.path, scan, wanted)
+            counts[-1] = scan.records if not scan.faults else None
 
 
-def _split_violations(option: str, split: str, dataset_option: str, value: str) -> Iterator[Violation]:
+def _split_violations(option: str, split: str | None, dataset_option: str, value: str) -> Iterator[Violation]:
     """A data file is one split, which the reader calls train; what splits a folder or a hub name has is seen later."""
     for dataset in dataset_refs(value):
-        if split != "train" and dataset.suffix in DATA_SUFFIXES and Path(dataset.path).is_file():
+        if split not in ("train", None) and dataset.is_file:
             yield Violation((option, dataset_option),
                 f"{option} must be train for a data file, which has no other split: got {split!r} and {dataset.path}; "
                 f"leave {option} out")
@@ -224,7 +221,7 @@ def _definition_violations(option: str, path: str, *names: str) -> Iterator[Viol
 
 
 def _remote_url_violations(option: str, remote_url: str) -> Iterator[Violation]:
-    sources = remote_url.split(",")
+    sources = [*split_inputs(remote_url)]
     files = [source for source in sources if not is_url(source)]
     for url in sources:
         if is_url(url) and not is_http_url(url):

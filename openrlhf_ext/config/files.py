@@ -1,4 +1,4 @@
-"""A look at what a run reads: paths, hub names and URLs; config.json and tokenizer of a model, records, source code."""
+"""A look at what a run reads: paths, hub names and URLs; config.json and tokenizer of a model, source code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,22 +24,20 @@ from openrlhf_ext.inputs import (
     InputError,
     Kind,
     check,
-    decode,
     is_integer,
-    is_number,
-    json_array,
-    json_lines,
     list_of,
     map_with,
+    named_part,
     or_null,
+    path_exists,
     read_json,
     read_text,
     reading,
     shipped,
-    type_name,
+    split_inputs,
 )
 from openrlhf_ext.options import ConfigError, PathKind, Violation, value_of
-from openrlhf_ext.options.sections.evaluation import named_part, named_parts
+from openrlhf_ext.options.sections.evaluation import named_parts
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +73,7 @@ def resolve_path(value: str, kind: PathKind) -> str:
         return value  # refused; it would become the current directory
     if kind == "output":
         return _absolute(value)
-    return ",".join(_resolve_input(part.strip()) for part in value.split(","))
+    return ",".join(map(_resolve_input, split_inputs(value)))
 
 
 def _absolute(text: str) -> str:
@@ -86,10 +84,21 @@ def _resolve_input(text: str) -> str:
     name, path = named_part(text)
     if name and not os.path.exists(text):
         return f"{name}={_resolve_input(path)}"
-    base, at, folder = text.partition("@")
+    base, folder = _without_folder(text)
     if not base or is_url(text) or is_hub_name(base):
         return text
-    return _absolute(base) + at + folder
+    return _absolute(base) + ("" if folder is None else f"@{folder}")
+
+
+def _without_folder(text: str) -> tuple[str, str | None]:
+    """``path@folder`` as its two parts. A path that exists may have ``@`` of its own."""
+    if "@" not in text or path_exists(text):
+        return text, None
+    at = text.index("@")
+    for place, letter in enumerate(text):
+        if letter == "@" and path_exists(text[:place]):
+            at = place
+    return text[:at].strip(), text[at + 1 :].strip()
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,11 @@ class DatasetRef:
     def suffix(self) -> str:
         return Path(self.path).suffix.lower()
 
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a local data file, which has one split and no folders."""
+        return self.suffix in DATA_SUFFIXES and Path(self.path).is_file()
+
 
 def inputs_of(config: BaseModel, option: str) -> str:
     """Paths, hub names and URLs of an option, separated by commas, without names of sets (``eval.dataset``,
@@ -110,9 +124,9 @@ def inputs_of(config: BaseModel, option: str) -> str:
 
 
 def dataset_refs(value: str) -> Iterator[DatasetRef]:
-    for part in value.split(","):
-        path, _, folder = part.strip().partition("@")
-        yield DatasetRef(path.strip(), folder.strip() or None)
+    for text in split_inputs(value):
+        path, folder = _without_folder(text)
+        yield DatasetRef(path, folder or None)
 
 
 _FLOATING = ("F64", "F32", "F16", "BF16")
@@ -300,218 +314,6 @@ def _elements(path: Path) -> int:
     with reading(path, "as safetensors"), safe_open(path, framework="numpy") as file:
         tensors = [file.get_slice(name) for name in file.keys()]
         return sum(math.prod(tensor.get_shape()) for tensor in tensors if tensor.get_dtype() in _FLOATING)
-
-
-# ---- records of a data file -----------------------------------------------------------------------------------------
-
-_FAULTS_KEPT = 6
-_CSV_ROWS = 10_000  # datasets/packaged_modules/csv/csv.py:64; the types of a column are found for so many rows
-_COLUMNS_BYTES = 10 << 20  # datasets/packaged_modules/json/json.py:55: later lines bring no new columns
-_TABLES = {".csv": "CSV", ".parquet": "parquet", ".arrow": "Arrow"}
-Records = Iterator[tuple[str, Any, bool]]  # a place, such as "line 3"; what stands there; whether keys may be new
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Keys of prompt and label; with ``chat`` a prompt may be a list of messages. With ``answers`` the label is an
-    answer to train on, and where there is no label the prompt is a chat that ends in one."""
-
-    prompt: str
-    label: str | None = None
-    chat: bool = False
-    answers: bool = False
-    label_option: str = "data.label_key"
-
-
-@dataclass
-class Scan:
-    """What a data file holds: number of records, keys and prompt of the first, the first six faults with places."""
-
-    records: int = 0
-    keys: tuple[str, ...] = ()
-    faults: list[str] = field(default_factory=list)
-    first_prompt: Any = None
-
-
-def scan_records(path: str, wanted: Wanted) -> Scan | None:
-    """Reads all records of a data file; None for what is no file. Raises InputError where it cannot be read on."""
-    if not _has_records(path):
-        return None
-    scan, types = Scan(), _Types()
-    for place, record, may_be_new in records_of(path, wanted):
-        scan.records += 1
-        if scan.records == 1:
-            if isinstance(record, InputError):
-                raise InputError(f"{path}, {place} {record}")
-            if not isinstance(record, dict):
-                raise InputError(f"the first record of {path} must be a mapping, got a {type_name(record)}")
-            scan.keys, scan.first_prompt = tuple(record), record.get(wanted.prompt)
-        if (fault := record_fault(record, wanted) or types.fault(record, may_be_new)) is not None:
-            scan.faults.append(f"{place} {fault}")
-            if len(scan.faults) == _FAULTS_KEPT:
-                break
-    if not scan.records:
-        raise InputError(f"{path} has no readable first record: it is empty")
-    return scan
-
-
-def first_record(path: str, wanted: Wanted) -> dict[str, Any] | None:
-    """The first record of a data file that ``scan_records`` has found good; None for what is no file."""
-    return next(record for _, record, _ in records_of(path, wanted)) if _has_records(path) else None
-
-
-def _has_records(path: str) -> bool:
-    return Path(path).suffix.lower() in DATA_SUFFIXES and Path(path).is_file()
-
-
-def records_of(path: str, wanted: Wanted | None = None) -> Records:
-    """All records of a data file; of parquet and Arrow those columns that are wanted, None = all. A file whose name
-    does not end in .csv, .parquet or .arrow is read as JSON. InputErrors stand in the place of records that cannot be
-    read. Raises InputError where it cannot be read on."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in _TABLES:
-        yield from _json_records(path)
-        return
-    with reading(path, f"as {_TABLES[suffix]}"):
-        rows = _csv_rows(path) if suffix == ".csv" else _arrow_rows(path, wanted)
-        yield from ((f"record {number}", row, True) for number, row in enumerate(rows, start=1))
-
-
-def require_records(records: Any, wanted: Wanted, paths: str) -> None:
-    """For what no scan has seen, such as data of the hub. Raises InputError: a record of a Hugging Face dataset cannot
-    be used."""
-    columns = [name for name in (wanted.prompt, wanted.label) if name in records.column_names]
-    for number, record in enumerate(records.select_columns(columns), start=1):
-        if (fault := record_fault(record, wanted)) is not None:
-            raise InputError(f"record {number} of {paths} {fault}; mend or remove it")
-
-
-def record_fault(record: Any, wanted: Wanted) -> str | None:
-    """Why a record cannot be used, None if it can: its prompt is a text or a list of messages, its label is there."""
-    if isinstance(record, InputError):
-        return str(record)
-    if not isinstance(record, dict):
-        return f"holds a {type_name(record)}, not a mapping"
-    prompt = record.get(wanted.prompt)
-    if not prompt and prompt != 0:
-        return f"has {'no' if wanted.prompt not in record else 'an empty'} {wanted.prompt!r}"
-    if not isinstance(prompt, str) and (fault := _messages_fault(prompt, wanted.chat)) is not None:
-        return f"has a {type_name(prompt)} under {wanted.prompt!r}, which must be {fault}"
-    if wanted.label is not None and record.get(wanted.label) is None:
-        return f"has {'no' if wanted.label not in record else 'an empty'} {wanted.label!r}"
-    return _answer_fault(record, wanted) if wanted.answers else None
-
-
-def _answer_fault(record: dict[str, Any], wanted: Wanted) -> str | None:
-    prompt, answer = record[wanted.prompt], None if wanted.label is None else record[wanted.label]
-    if wanted.label is None:
-        if isinstance(prompt, list) and len(prompt) > 1 and prompt[-1]["role"] == "assistant":
-            return None
-        return f"has no chat under {wanted.prompt!r}: a list of messages, of which the last is the assistant's"
-    if isinstance(answer, str) and isinstance(prompt, str):
-        return None
-    if isinstance(prompt, list) and isinstance(answer, list) and _messages_fault(answer, True) is None:
-        return None
-    need = "both must be texts" + (", or both lists of messages" if wanted.chat else "")
-    return f"has a {type_name(prompt)} under {wanted.prompt!r} and a {type_name(answer)} under {wanted.label!r}; {need}"
-
-
-def _messages_fault(prompt: Any, chat: bool) -> str | None:
-    if not chat:
-        return "a text"
-    if not isinstance(prompt, list):
-        return "a text or a list of messages"
-    roles = (isinstance(message, dict) and isinstance(message.get("role"), str) for message in prompt)
-    contents = (isinstance(m, dict) and isinstance(m.get("content"), (str, list)) for m in prompt)
-    return None if all(roles) and all(contents) else "a list of messages, each with the texts 'role' and 'content'"
-
-
-class _Types:
-    """The type of each key in all records so far: Arrow, in which ``datasets`` keeps them, has one for a column."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[str, _Types]] = {}
-
-    def fault(self, record: dict[str, Any], may_be_new: bool) -> str | None:
-        """Why a record does not fit the earlier ones, None if it does."""
-        for key, value in record.items():
-            if value is None:
-                continue
-            name = type_name(value)
-            if (known := self._known.get(key)) is None:
-                if not may_be_new:
-                    return f"has the key {key!r}, which no record of the first 10 MiB has: give it to the first one too"
-                known = self._known[key] = (name, _Types())
-            if known[0] != name:
-                return f"has a {name} under {key!r}, where earlier records have a {known[0]}"
-            if name == "number":
-                if not (is_integer(value) if isinstance(value, int) else is_number(value)):
-                    return f"has a number under {key!r} that 64 bits do not hold"
-            elif name in ("list", "map"):
-                entries = [value] if name == "map" else [{"": entry} for entry in value]
-                if (fault := next(filter(None, (known[1].fault(e, may_be_new) for e in entries)), None)) is not None:
-                    return f"{fault} (under {key!r})" if key else fault
-        return None
-
-
-# ---- forms of files --------------------------------------------------------------------------------------------------
-
-
-def _json_records(path: str) -> Records:
-    """One record on each line, or one array of them."""
-    seen = 0
-    for number, line in json_lines(path):
-        if not seen and line.lstrip().startswith(b"["):
-            yield from ((f"record {at}", record, True) for at, record in json_array(path))
-            return
-        yield f"line {number}", _record_or_fault(line), seen < _COLUMNS_BYTES
-        seen += len(line)
-
-
-def _record_or_fault(line: bytes) -> Any:
-    """A line that is no JSON is a fault of this record: those behind it can be read."""
-    try:
-        return decode(line, "cannot be read")
-    except InputError as error:
-        return error
-
-
-def _csv_rows(path: str) -> Iterator[dict[str, Any]]:
-    """pandas reads it, as for ``datasets``: NA, null and None are no text to it but a value that is missing."""
-    import pandas
-
-    with pandas.read_csv(path, chunksize=_CSV_ROWS) as parts:
-        for part in parts:
-            if not isinstance(part.index, pandas.RangeIndex):
-                raise InputError(
-                    f"{path}: its rows have more fields than its first line; put texts with commas in quotes"
-                )
-            yield from part.astype(object).where(part.notna(), None).to_dict("records")
-
-
-def _arrow_rows(path: str, wanted: Wanted | None) -> Iterator[dict[str, Any]]:
-    """Of parquet and of both of Arrow's formats; only the first row has the columns that are not wanted, as null."""
-    import pyarrow.parquet
-
-    with pyarrow.OSFile(path) as file:
-        if path.lower().endswith(".parquet"):
-            parquet = pyarrow.parquet.ParquetFile(file)
-            names = parquet.schema_arrow.names
-            batches = parquet.iter_batches(columns=None if wanted is None else [wanted.prompt, wanted.label])
-        else:
-            try:
-                stream = pyarrow.ipc.open_stream(file)
-                names, batches = stream.schema.names, iter(stream)
-            except pyarrow.ArrowInvalid:  # the other format, as datasets/packaged_modules/arrow/arrow.py:42
-                whole = pyarrow.ipc.open_file(file)
-                names, batches = whole.schema.names, map(whole.get_batch, range(whole.num_record_batches))
-        columns = names if wanted is None else [name for name in (wanted.prompt, wanted.label) if name in names]
-        others = dict.fromkeys(names)
-        for batch in batches:
-            batch.validate(full=True)  # or offsets of a damaged file are followed out of the buffers, and this dies
-            for row in batch.select(columns).to_pylist() if columns else [{}] * batch.num_rows:
-                yield others | row
-                others = {}
 
 
 # ---- models of the hub ----------------------------------------------------------------------------------------------

@@ -19,10 +19,9 @@ from openrlhf_ext.config import RunConfig, option_table
 from openrlhf_ext.config.estimator import algorithm_options
 from openrlhf_ext.config.files import dataset_refs, inputs_of, is_hub_name
 from openrlhf_ext.config.show import shown_options
-from openrlhf_ext.inputs import sha256_of
+from openrlhf_ext.inputs import named_part, sha256_of, split_inputs
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections import HeldOutSet
-from openrlhf_ext.options.sections.evaluation import named_part
 from openrlhf_ext.patches.environment import code_version
 from openrlhf_ext.redaction import redact, redacted
 from openrlhf_ext.reporting import duration, read_metrics
@@ -235,7 +234,7 @@ def _given(config: RunConfig) -> Iterator[tuple[str, Any]]:
             continue
         value = shown[name]
         if kind == "input" and isinstance(value, str) and "://" not in value:
-            parts = map(named_part, value.split(","))
+            parts = map(named_part, split_inputs(value))
             value = ",".join(f"{of}={Path(path).name}" if of else Path(path).name for of, path in parts)
         yield name, value
 

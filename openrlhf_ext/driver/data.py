@@ -1,17 +1,16 @@
-"""Prompt datasets: OpenRLHF's, with prompts that do not fit counted and skipped or refused."""
+"""Prompts and their labels as a run uses them: formed, those that do not fit counted and skipped or refused."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
-from openrlhf_ext.compat import DriverStrategy, PromptDataset, blending_datasets, get_tokenizer
+from openrlhf_ext.compat import DriverStrategy, get_tokenizer
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.config.files import Wanted, require_records
+from openrlhf_ext.config.records import Wanted, read_records
 from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver.evaluation import HeldOut
 from openrlhf_ext.driver.rollouts import all_prompts
@@ -28,59 +27,69 @@ class OverlongPromptError(ValueError):
 
 @dataclass(frozen=True)
 class PromptData:
-    """A dataset of prompts that fit, how many were skipped, and where those that fit stand among all, from 0."""
+    """Prompts that fit, in the order of their records, with labels and ``datasource``; how many were skipped; where
+    those that fit stand among all, from 0. A data set of torch."""
 
-    dataset: PromptDataset
+    prompts: list[str]
+    labels: list[Any]
+    sources: list[str]
     skipped_overlong: int
     places: Sequence[int]
 
     def first(self, count: int) -> PromptData:
-        return PromptData(_keep(copy(self.dataset), range(min(count, len(self)))), 0, self.places[:count])
+        return replace(
+            self, prompts=self.prompts[:count], labels=self.labels[:count], sources=self.sources[:count],
+            skipped_overlong=0, places=self.places[:count],
+        )  # fmt: skip
 
     @property
     def fingerprint(self) -> str:
         """Changes if a prompt, a label or their order changes: a place in the data means something for these only."""
         digest = hashlib.sha256()
-        for prompt, label in zip(self.dataset.prompts, self.dataset.labels, strict=True):
+        for prompt, label in zip(self.prompts, self.labels, strict=True):
             digest.update(repr((prompt, label)).encode())
         return digest.hexdigest()
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.prompts)
+
+    def __getitem__(self, row: int) -> tuple[str, str, Any]:
+        return self.sources[row], self.prompts[row], self.labels[row]
 
 
 def load_prompts(
-    paths: str, split: str, strategy: DriverStrategy, tokenizer: Any, *, probabilities: str | None,
-    max_prompt_tokens: int, overlong: Literal["skip", "error"],
+    config: RunConfig, tokenizer: Any, paths: str, split: str | None, max_prompt_tokens: int,
+    probabilities: str | None = None,
 ) -> PromptData:  # fmt: skip
-    """Reads prompts and labels as OpenRLHF does, without prompts of more than ``max_prompt_tokens`` tokens. Raises
-    OverlongPromptError (``overlong`` is 'error'); InputError: records cannot be used; ValueError: nothing is left."""
-    args = strategy.args
+    """Reads prompts and labels, without prompts of more than ``max_prompt_tokens`` tokens.
+
+    Raises:
+        OverlongPromptError: ``data.overlong_prompts`` is ``error``, and there are such prompts.
+        InputError: records cannot be used.
+        ValueError: nothing is left.
+    """
+    data = config.data
+    wanted = Wanted(data.input_key, data.label_key, data.apply_chat_template)
     with reading(paths, "as data"):
-        records = blending_datasets(
-            paths, probabilities, strategy, args.train.seed, max_count=args.data.max_samples, dataset_split=split
-        )
-        records = records.select(range(min(args.data.max_samples, len(records))))
-    wanted = Wanted(args.data.input_key, args.data.label_key, args.data.apply_chat_template)
-    require_records(records, wanted, paths)
+        records = [*read_records(paths, split, wanted, data.max_samples, probabilities, config.train.seed)]
     how = f"with data.input_key {wanted.prompt} and data.apply_chat_template {wanted.chat}"
     with reading(f"the prompts of {paths}", how):
-        dataset = PromptDataset(records, tokenizer, strategy, input_template=args.data.input_template)
-    if empty := [i for i, prompt in enumerate(dataset.prompts) if not prompt]:
+        prompts = [_formed(record[wanted.prompt], data.input_template, wanted.chat, tokenizer) for record in records]
+    if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
         raise InputError(
-            f"{len(empty)} of {len(dataset.prompts)} prompts of {paths} are empty once they are formed, the first is "
+            f"{len(empty)} of {len(prompts)} prompts of {paths} are empty once they are formed, the first is "
             f"that of record {empty[0] + 1}; remove them"
         )
-    tokens = tokenizer(dataset.prompts, add_special_tokens=False)["input_ids"]
+    tokens = tokenizer(prompts, add_special_tokens=False)["input_ids"] if prompts else []
     require_one_beginning(tokenizer, tokens, f"the prompts of {paths}")
     lengths = [*map(len, tokens)]
     keep = [i for i, n in enumerate(lengths) if n <= max_prompt_tokens]
     skipped = len(lengths) - len(keep)
-    if skipped and overlong == "error":
+    if skipped and data.overlong_prompts == "error":
         worst = max(range(len(lengths)), key=lengths.__getitem__)
         raise OverlongPromptError(
             f"{skipped} of {len(lengths)} prompts of {paths} are longer than data.max_len - rollout.max_new_tokens = "
-            f"{max_prompt_tokens} tokens; the longest has {lengths[worst]}: {dataset.prompts[worst][:200]!r}. "
+            f"{max_prompt_tokens} tokens; the longest has {lengths[worst]}: {prompts[worst][:200]!r}. "
             "Raise --data.max_len, lower --rollout.max_new_tokens, or set --data.overlong_prompts skip."
         )
     if not keep:
@@ -91,14 +100,22 @@ def load_prompts(
         logger.warning(
             "%s: skipped %d of %d prompts longer than %d tokens", paths, skipped, len(lengths), max_prompt_tokens
         )
-    return PromptData(_keep(dataset, keep), skipped, keep)
+    label_key = wanted.label
+    return PromptData(
+        prompts=[prompts[i] for i in keep],
+        labels=["" if label_key is None else records[i][label_key] for i in keep],
+        sources=[str(records[i].get("datasource") or "default") for i in keep],
+        skipped_overlong=skipped,
+        places=keep,
+    )
 
 
-def _keep(dataset: PromptDataset, rows: Sequence[int]) -> PromptDataset:
-    for name in ("prompts", "labels", "images", "datasources"):
-        values = getattr(dataset, name)
-        setattr(dataset, name, [values[i] for i in rows])
-    return dataset
+def _formed(prompt: Any, template: str | None, chat: bool, tokenizer: Any) -> str:
+    """The text that is sampled from. Words such as ``<image>`` stay text: prompts have no other parts."""
+    if chat:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    return template.format(prompt) if template else prompt
 
 
 def open_tokenizer(config: RunConfig) -> tuple[DriverStrategy, Any]:
@@ -107,22 +124,22 @@ def open_tokenizer(config: RunConfig) -> tuple[DriverStrategy, Any]:
     return strategy, get_tokenizer(path, None, "left", strategy, use_fast=not config.data.disable_fast_tokenizer)
 
 
-def load_data(config: RunConfig, strategy: DriverStrategy, tokenizer: Any) -> tuple[PromptData, list[PromptData]]:
-    """Training prompts, and those of each held-out set, that fit."""
-    data, overlong = config.data, config.data.overlong_prompts
+def load_data(config: RunConfig, tokenizer: Any) -> tuple[PromptData, list[PromptData]]:
+    """Training prompts, and those of each held-out set, that fit; warns of held-out prompts that are trained on."""
+    data = config.data
     room = data.max_len - (config.rollout.max_new_tokens or 1)
     paths = required(data.prompt_dataset, "data.prompt_dataset")
-    prompts = load_prompts(
-        paths, data.prompt_split, strategy, tokenizer, probabilities=data.prompt_probs, max_prompt_tokens=room,
-        overlong=overlong,
-    )  # fmt: skip
-    held_out = [
-        load_prompts(
-            each.paths, config.eval.split, strategy, tokenizer, probabilities=None, overlong=overlong,
-            max_prompt_tokens=room if each.max_new_tokens is None else data.max_len - each.max_new_tokens,
-        )
-        for each in config.eval.sets
-    ]  # fmt: skip
+    prompts = load_prompts(config, tokenizer, paths, data.prompt_split, room, data.prompt_probs)
+    trained, held_out = {*prompts.prompts}, []
+    for each in config.eval.sets:
+        own_room = room if each.max_new_tokens is None else data.max_len - each.max_new_tokens
+        found = load_prompts(config, tokenizer, each.paths, config.eval.split, own_room)
+        if known := sum(prompt in trained for prompt in found.prompts):
+            logger.warning(
+                "eval.dataset%s: %.1f %% of its %d prompts are trained on: its accuracy is not held-out accuracy",
+                f" {each.name}" if each.name else "", 100 * known / len(found), len(found),
+            )  # fmt: skip
+        held_out.append(found)
     return prompts, held_out
 
 
@@ -136,4 +153,8 @@ def held_out_sets(config: RunConfig, strategy: DriverStrategy, data: Sequence[Pr
 
 def dataloader(strategy: DriverStrategy, data: PromptData, *, shuffle: bool = False, workers: int = 0) -> Any:
     """OpenRLHF's resumable loader, one prompt at a time."""
-    return strategy.setup_dataloader(data.dataset, 1, True, shuffle, data.dataset.collate_fn, num_workers=workers)
+    return strategy.setup_dataloader(data, 1, True, shuffle, _alone, num_workers=workers)
+
+
+def _alone(items: list[tuple[str, str, Any]]) -> tuple[str, str, Any]:
+    return items[0]

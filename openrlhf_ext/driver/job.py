@@ -212,11 +212,11 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
             with without_collection():
                 from openrlhf_ext.driver.data import load_data, open_tokenizer  # takes long: the others start meanwhile
             strategy, tokenizer = open_tokenizer(config)
-            prompts, held_out = load_data(config, strategy, tokenizer)
+            prompts, held_out = load_data(config, tokenizer)
         steps = training_steps(config, len(prompts))
         check_frozen_steps(config, steps)
         start.doing = "starting the rollout engines"
-        first = tokenizer(prompts.dataset.prompts[0], add_special_tokens=False)["input_ids"]
+        first = tokenizer(prompts.prompts[0], add_special_tokens=False)["input_ids"]
         probe = await_engines(config, session, engines, first, start)
     logger.info("%d prompts, %d steps; building the policy", len(prompts), steps)
     if label := config.training_label:
@@ -335,7 +335,7 @@ def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
 def begin_ledger(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
     """Has the loop write down which prompts it trains; what the data is comes first."""
     data, path = parts.prompts, Path(required(config.logger.metrics_path, "logger.metrics_path"))
-    digests = [*map(digest, data.dataset.prompts, data.dataset.labels)]
+    digests = [*map(digest, data.prompts, data.labels)]
     loop.ledger = open_ledger(path.with_name(LEDGER), loop.step)
     loop.repeats = Repeats(digests, path.with_name(LEDGER))
     loop.ledger.append({

@@ -21,9 +21,7 @@ from openrlhf_ext.checkpoints.files import plain_copy
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation
 from openrlhf_ext.config.estimator import algorithm_name, algorithm_options, engine_entropies, flag_options
 from openrlhf_ext.config.files import (
-    Wanted,
     dataset_refs,
-    first_record,
     has_weights,
     inputs_of,
     is_hub_name,
@@ -31,6 +29,7 @@ from openrlhf_ext.config.files import (
     tokenizer_fault,
 )
 from openrlhf_ext.config.model_rules import model_violations
+from openrlhf_ext.config.records import Wanted, open_source
 from openrlhf_ext.config.rules import RESERVED_KEYS
 from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.inputs import InputError, reading
@@ -87,45 +86,56 @@ def check_hub_data(config: RunConfig) -> None:
     from datasets import load_dataset_builder
 
     violations = []
+    splits = {"data.prompt_dataset": ("data.prompt_split", config.data.prompt_split)}
     for option in config.data_options:
+        split_option, split = splits.get(option, ("eval.split", config.eval.split))
         for ref in filter(lambda ref: is_hub_name(ref.path), dataset_refs(inputs_of(config, option))):
             try:
                 with reading(ref.path, "from the hub"):
-                    load_dataset_builder(ref.path)
+                    names = [*map(str, load_dataset_builder(ref.path, data_dir=ref.folder).config.data_files or ())]
             except InputError as error:
                 violations.append(Violation((option,), f"{option}: {error}; give a file, or download it first"))
+                continue
+            if names and split is not None and split not in names:
+                message = f"{split_option}: {ref.path} has no split {split!r}; it has {', '.join(names)}"
+                violations.append(Violation((split_option, option), message))
     _require(violations)
 
 
-def check_resume(config: RunConfig) -> list[str]:
-    """What a run that goes on says of that. Raises ConfigError: lists what it would refuse, as far as files tell."""
+def prompts_fingerprint(config: RunConfig) -> dict[str, str]:
+    """Of the prompts, where model and data are here, read as the run reads them: warns of what it warns of. Raises
+    ConfigError: the run would refuse them."""
+    folder = config.actor.model_name_or_path or ""
+    there = os.path.isdir(folder) and tokenizer_fault(folder, chat=False) is None
+    if not there or config.data.prompt_dataset is None or unseen_inputs(config):
+        return {}
+    from openrlhf_ext.compat import quiet_upstream_logs
+    from openrlhf_ext.driver.data import OverlongPromptError, load_data, open_tokenizer
 
-    def prompts() -> dict[str, str]:
-        there = os.path.isdir(config.actor.model_name_or_path or "") and config.data.prompt_dataset is not None
-        if not there or unseen_inputs(config):
-            return {}
-        from openrlhf_ext.compat import quiet_upstream_logs
-        from openrlhf_ext.driver.data import load_data, open_tokenizer
-
-        if not config.logger.verbose:
-            quiet_upstream_logs()
-        with library_chatter(shown=config.logger.verbose):
-            strategy, tokenizer = open_tokenizer(config)
-            return {"prompts": load_data(config, strategy, tokenizer)[0].fingerprint}
-
-    return checkpoints.check_resume(config, trained_models(config), prompts)
+    if not config.logger.verbose:
+        quiet_upstream_logs()
+    try:
+        _, tokenizer = open_tokenizer(config)
+        return {"prompts": load_data(config, tokenizer)[0].fingerprint}
+    except (InputError, OverlongPromptError, ValueError) as error:
+        raise ConfigError([Violation(("data.prompt_dataset",), f"data.prompt_dataset: {error}")]) from error
 
 
 def tried(config: RunConfig) -> tuple[list[Tried], list[str]]:
     """What came out of the user's own files, and what a run that goes on says. Raises ConfigError: lists all faults."""
     trials: list[Tried] = []
+    prompts: dict[str, str] = {}
     faults: list[Violation] = []
     try:
         trials = try_user_code(config)
     except ConfigError as error:
         faults += error.violations
     try:
-        lines = check_resume(config)
+        prompts = prompts_fingerprint(config)
+    except ConfigError as error:
+        faults += error.violations
+    try:
+        lines = checkpoints.check_resume(config, trained_models(config), prompts)
     except ConfigError as error:
         faults += error.violations
     _require(faults)
@@ -569,8 +579,8 @@ def _first_prompt(config: RunConfig) -> Iterator[tuple[str, object]]:
     data = config.data
     wanted = Wanted(data.input_key, data.label_key, data.apply_chat_template)
     for ref in [*dataset_refs(data.prompt_dataset or "")][:1]:
-        record = None if is_hub_name(ref.path) else first_record(ref.path, wanted)
-        if record is not None:
+        if not is_hub_name(ref.path):
+            _, record = next(open_source(ref, data.prompt_split).records(wanted))
             prompt = record[data.input_key]
             text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
             yield str(text), "" if data.label_key is None else record[data.label_key]

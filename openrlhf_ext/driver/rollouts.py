@@ -75,7 +75,7 @@ class PromptStream:
                 self._iterator = iter(self._loader)
             item = next(self._iterator, None)
             if item is not None:
-                _, (text,), (label,), _ = item
+                _, text, label = item
                 self.drawn += 1
                 return Prompt(self.drawn - 1, text, label)
             self._iterator, self._episode = None, self._episode + 1
@@ -97,8 +97,8 @@ def all_prompts(loader: Iterable[Any], places: Sequence[int] | None = None) -> l
     items = list(loader)
     numbers = range(len(items)) if places is None else places
     return [
-        Prompt(number, text, label, str(source))
-        for number, ((source,), (text,), (label,), _) in zip(numbers, items, strict=True)
+        Prompt(number, text, label, source)
+        for number, (source, text, label) in zip(numbers, items, strict=True)
     ]
 
 

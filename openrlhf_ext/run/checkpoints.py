@@ -468,23 +468,18 @@ def _state_faults(
 
 
 def check_resume(
-    config: RunConfig | SupervisedConfig, models: Mapping[str, Mapping[str, Any]], read: Callable[[], Mapping[str, str]]
+    config: RunConfig | SupervisedConfig, models: Mapping[str, Mapping[str, Any]], data: Mapping[str, str]
 ) -> list[str]:
     """What going on comes to, as lines, before anything has started: by files alone, of which large ones are not read.
 
     ``models``: what a checkpoint has to say of each that is trained (``model_faults``), empty for one that is not here;
-    ``read``: makes ``data`` as of ``Checkpointer``, empty where it is not here. Raises ConfigError: lists everything
+    ``data``: as of ``Checkpointer``, empty where it is not here. Raises ConfigError: lists everything
     that going on would refuse.
     """
     store = checkpoint_store(config)
     if not config.ckpt.load_enable or not store.checkpoints():
         return [*_without_checkpoint(store)] if config.ckpt.load_enable else []
     faults, folder, changed = [], store.checkpoints()[-1], []
-    data: Mapping[str, str] = {}
-    try:
-        data = read()
-    except (InputError, ValueError) as error:
-        faults.append(str(error))
     try:
         folder = find_good(store, _check_here, 0.0, fallback=config.ckpt.fallback_enable)
     except CheckpointError as error:

@@ -6,10 +6,11 @@ Shape suffixes as in ``megatron.step.batch``: B = examples, M = tokens of all, R
 from __future__ import annotations
 
 import hashlib
-import io
 import logging
+import multiprocessing
 import os
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from openrlhf_ext.config.file_rules import wanted_examples
-from openrlhf_ext.config.files import require_records
+from openrlhf_ext.config.records import read_records
 from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.inputs import InputError, reading, require_one_beginning
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
@@ -27,9 +28,11 @@ from openrlhf_ext.sft.turns import Example, ExampleForm, Refused
 
 logger = logging.getLogger(__name__)
 
-_RECORDS_PER_PROCESS = 10_000
+_RECORDS_IN_ONE_PROCESS = 10_000
+_RECORDS_OF_A_TASK = 256
 _FAULTS_SHOWN = 6
 _PARTS = ("tokens_M", "lengths_B", "ranges_R2", "ranges_B")
+_form: ExampleForm
 
 
 def read_examples(config: SupervisedConfig) -> tuple[SequenceBatch, SequenceBatch | None]:
@@ -41,94 +44,103 @@ def read_examples(config: SupervisedConfig) -> tuple[SequenceBatch, SequenceBatc
     if not config.logger.verbose:
         quiet_upstream_logs()
     data = config.data
-    args = SimpleNamespace(data=data, use_ms=False)
-    strategy = DriverStrategy(args)
+    strategy = DriverStrategy(SimpleNamespace(data=data, use_ms=False))
     path = required(config.model.model_name_or_path, "model.model_name_or_path")
     tokenizer = get_tokenizer(path, None, "right", strategy, use_fast=not data.disable_fast_tokenizer)
-    examples = _tokenized(
-        config, required(data.dataset, "data.dataset"), data.dataset_split, data.dataset_probs, strategy, tokenizer
-    )
+    if data.tokenizer_chat_template is not None:
+        tokenizer.chat_template = data.tokenizer_chat_template
+    paths = required(data.dataset, "data.dataset")
+    examples = _tokenized(config, paths, data.dataset_split, data.dataset_probs, tokenizer)
     held_out = None
     if config.eval.dataset is not None:
-        held_out = _tokenized(config, config.eval.dataset, config.eval.split, None, strategy, tokenizer)
+        held_out = _tokenized(config, config.eval.dataset, config.eval.split, None, tokenizer)
     return examples, held_out
 
 
 def _tokenized(
-    config: SupervisedConfig, paths: str, split: str, shares: str | None, strategy: Any, tokenizer: Any
+    config: SupervisedConfig, paths: str, split: str | None, shares: str | None, tokenizer: Any
 ) -> SequenceBatch:
-    import datasets
-
-    features = datasets.Features({
-        "ids": datasets.List(datasets.Value("int32")), "ranges": datasets.List(datasets.List(datasets.Value("int64"))),
-        "length": datasets.Value("int32"), "added": datasets.Value("string"), "fault": datasets.Value("string"),
-    })  # fmt: skip
-    from openrlhf_ext.compat import blending_datasets
-
-    if not config.logger.verbose:
-        datasets.disable_progress_bars()
-    data, plain = config.data, config.model.pretrain_mode_enable
-    with reading(paths, "as data"), redirect_stdout(None if config.logger.verbose else io.StringIO()):
-        records = blending_datasets(
-            paths, shares, strategy, config.train.seed, max_count=data.max_samples, dataset_split=split
-        )
-        records = records.select(range(min(data.max_samples, len(records))))
-    wanted = wanted_examples(config)
-    require_records(records, wanted, paths)
-    if data.tokenizer_chat_template is not None:
-        tokenizer.chat_template = data.tokenizer_chat_template
+    data, wanted = config.data, wanted_examples(config)
     form = ExampleForm(
-        tokenizer=tokenizer, prompt_key=data.input_key, answer_key=wanted.label, max_len=data.max_len, plain=plain,
-        input_template=data.input_template, chat=data.apply_chat_template, multiturn=data.multiturn,
+        tokenizer=tokenizer, prompt_key=data.input_key, answer_key=wanted.label, max_len=data.max_len,
+        plain=config.model.pretrain_mode_enable, input_template=data.input_template, chat=data.apply_chat_template,
+        multiturn=data.multiturn, end_cut=data.cut_answers == "end",
     )  # fmt: skip
-    processes = min(os.cpu_count() or 1, len(records) // _RECORDS_PER_PROCESS)
+    keys: set[str] = set()
+
+    def noted(records: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for record in records:
+            keys.update(record)
+            yield record
+
+    records = read_records(paths, split, wanted, data.max_samples, shares, config.train.seed)
     with reading(paths, "as examples"):
-        made = records.map(
-            _row, fn_kwargs={"form": form}, remove_columns=records.column_names, num_proc=processes or None,
-            features=features, load_from_cache_file=False,
-        )  # fmt: skip
-    _require_taken(made["fault"], paths, data.tokenizer_chat_template is not None)
-    _say_what_is_left_out(made, paths, records.column_names, config)
-    kept = made.filter(bool, input_columns="length", load_from_cache_file=False).with_format("numpy")
-    if not any(map(len, kept["ranges"])):
+        made = [*_made(noted(records), form)]
+    _require_taken([each if isinstance(each, str) else "" for each in made], paths, data.tokenizer_chat_template)
+    examples = [each for each in made if isinstance(each, Example) and each.ids]
+    _say_what_is_left_out(examples, len(made), paths, config)
+    if data.apply_chat_template and "tools" in keys:
+        logger.warning("%s: the key 'tools' is not read: put the tools into a system message", paths)
+    if not any(example.ranges for example in examples):
         raise InputError(f"{paths} holds no example with a token to train on within data.max_len {data.max_len}")
-    sequences = [row.astype(np.int32) for row in kept["ids"]]
+    sequences = [np.array(example.ids, np.int32) for example in examples]
     require_one_beginning(tokenizer, sequences, f"the examples of {paths}")
-    return sequence_batch(sequences, [row.tolist() for row in kept["ranges"]])
+    return sequence_batch(sequences, [[[*span] for span in example.ranges] for example in examples])
 
 
-def _row(record: dict[str, Any], form: ExampleForm) -> dict[str, Any]:
-    """An example as ``datasets`` keeps it; without ids if there is none."""
+def _made(records: Iterator[dict[str, Any]], form: ExampleForm) -> Iterator[Example | str | None]:
+    """What becomes of each record, in several processes where there are many."""
+    first = [*islice(records, _RECORDS_IN_ONE_PROCESS)]
+    processes = os.cpu_count() or 1
+    if len(first) < _RECORDS_IN_ONE_PROCESS or processes == 1:
+        _of_process(form)
+        yield from map(_example, chain(first, records))
+        return
+    # forked: the tokenizer is there already; the feeding thread reads records as fast as they are taken
+    with multiprocessing.get_context("fork").Pool(processes, _of_process, (form,)) as pool:
+        yield from pool.imap(_example, chain(first, records), chunksize=_RECORDS_OF_A_TASK)
+
+
+def _of_process(form: ExampleForm) -> None:
+    global _form
+    _form = form
+
+
+def _example(record: dict[str, Any]) -> Example | str | None:
+    """An example; None: the record has no answer or no room for one; a text: why it is refused."""
     try:
-        example = form.example(record) or Example([], [])
+        return _form.example(record)
     except Refused as error:
-        return {"ids": [], "ranges": [], "length": 0, "added": "", "fault": str(error)}
-    facts = {"length": len(example.ids), "added": example.added, "fault": ""}
-    return {"ids": example.ids, "ranges": example.ranges, **facts}
+        return str(error)
 
 
-def _require_taken(faults: list[str], paths: str, given: bool) -> None:
+def _require_taken(faults: list[str], paths: str, template: str | None) -> None:
     """Raises InputError: examples cannot be trained on exactly."""
     refused = [f"record {number} {fault}" for number, fault in enumerate(faults, start=1) if fault]
     if refused:
-        template = "data.tokenizer_chat_template" if given else "the tokenizer's chat template"
+        with_template = "the tokenizer's chat template" if template is None else "data.tokenizer_chat_template"
         more = f"; {len(refused)} of {len(faults)} records are like this" if len(refused) > _FAULTS_SHOWN else ""
-        raise InputError(f"{paths}, with {template}: {'; '.join(refused[:_FAULTS_SHOWN])}{more}")
+        raise InputError(f"{paths}, with {with_template}: {'; '.join(refused[:_FAULTS_SHOWN])}{more}")
 
 
-def _say_what_is_left_out(made: Any, paths: str, columns: list[str], config: SupervisedConfig) -> None:
-    if skipped := sum(not length for length in made["length"]):
+def _say_what_is_left_out(examples: list[Example], records: int, paths: str, config: SupervisedConfig) -> None:
+    data = config.data
+    if skipped := records - len(examples):
         logger.warning(
             "%s: skipped %d of %d examples without an answer, or whose prompt leaves no room for one within "
-            "data.max_len %d", paths, skipped, len(made), config.data.max_len,
+            "data.max_len %d", paths, skipped, records, data.max_len,
         )  # fmt: skip
-    if written := [added for added in made["added"] if added]:
+    if cut := sum(example.cut for example in examples):
+        how = "ends in the end token all the same" if data.cut_answers == "end" else "does not end in the end token"
+        logger.warning(
+            "%s: cut %d of %d examples at data.max_len %d: what is left of the answer %s (data.cut_answers %s)",
+            paths, cut, records, data.max_len, how, data.cut_answers,
+        )  # fmt: skip
+    if written := [example.added for example in examples if example.added]:
         logger.warning(
             "%s: the chat template writes %r before the answer of %d of %d examples, which no record says: it is not "
-            "trained on; put it into the records if it should be", paths, written[0], len(written), len(made),
+            "trained on; put it into the records if it should be", paths, written[0], len(written), records,
         )  # fmt: skip
-    if config.data.apply_chat_template and "tools" in columns:
-        logger.warning("%s: the key 'tools' is not read: put the tools into a system message", paths)
 
 
 def fingerprint(examples: SequenceBatch) -> str:

@@ -33,11 +33,12 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class Example:
-    """Tokens of an example, [start, stop) of those that are trained on, and what the template wrote before an answer
-    of its own accord, which is not trained on."""
+    """Tokens of an example, [start, stop) of those that are trained on, whether words of an answer were cut off, and
+    what the template wrote before an answer of its own accord, which is not trained on."""
 
     ids: list[int]
     ranges: list[Span]
+    cut: bool = False
     added: str = ""
 
 
@@ -47,7 +48,8 @@ class ExampleForm:
 
     Args:
         answer_key: None: the prompt is a chat that ends in the answer, or, with ``plain``, all there is.
-        max_len: in tokens; a longer example is cut, and ends in the end token.
+        max_len: in tokens; a longer example is cut.
+        end_cut: the last token of what is left of an example becomes the end token, as in OpenRLHF.
         input_template: a format string around the prompt; not used with ``chat``.
         multiturn: every message of the assistant is an answer, not only the last.
     """
@@ -60,13 +62,15 @@ class ExampleForm:
     chat: bool = False
     multiturn: bool = False
     plain: bool = False
+    end_cut: bool = False
 
     def example(self, record: Mapping[str, Any]) -> Example | None:
         """None: it has no answer, or its prompt leaves no room for one. Raises Refused."""
         prompt = record[self.prompt_key]
         if self.plain:
-            ids = self._tokens(prompt)[: self.max_len]
-            return Example(ids, [(1, len(ids))] if len(ids) > 1 else [])
+            whole = self._tokens(prompt)
+            ids = whole[: self.max_len]
+            return Example(ids, [(1, len(ids))] if len(ids) > 1 else [], len(ids) < len(whole))
         added = ""
         if self.chat:
             text, spans, added = self._chat(prompt, None if self.answer_key is None else record[self.answer_key])
@@ -78,8 +82,9 @@ class ExampleForm:
             return None
         return Example(*self._example(text, spans), added)
 
-    def _example(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[Span]]:
-        """As OpenRLHF's SFTDataset: without line ends behind it, with the end token, and cut to ``max_len``."""
+    def _example(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[Span], bool]:
+        """As OpenRLHF's SFTDataset: without line ends behind it, with the end token, and cut to ``max_len``. An answer
+        that is cut does not end: the policy would learn to stop in the middle. Also whether one is."""
         end = str(self.tokenizer.eos_token)
         text = text.rstrip("\n")
         spans = [(start, min(stop, len(text))) for start, stop in spans]
@@ -90,9 +95,10 @@ class ExampleForm:
                 spans[-1] = (spans[-1][0], len(text))
         ids, places = self._located(text, sorted({place for span in spans for place in span}))
         ranges = [(places[start], min(places[stop], self.max_len)) for start, stop in spans]
-        ids = ids[: self.max_len]
-        ids[-1] = int(self.tokenizer.eos_token_id)  # type: ignore[arg-type]
-        return ids, [(start, stop) for start, stop in ranges if start < stop]
+        if self.end_cut and len(ids) > self.max_len:
+            ids[self.max_len - 1] = int(self.tokenizer.eos_token_id)  # type: ignore[arg-type]
+        is_cut = any(places[stop] > self.max_len for _, stop in spans)
+        return ids[: self.max_len], [(start, stop) for start, stop in ranges if start < stop], is_cut
 
     def _located(self, text: str, places: Sequence[int]) -> tuple[list[int], dict[int, int]]:
         """Tokens of a text, and how many of them stand before each place. Where a token goes over a place, the parts

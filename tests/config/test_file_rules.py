@@ -12,12 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from openrlhf_ext.config.file_rules import checkpoint_bytes
-from openrlhf_ext.config.files import (
-    Wanted,
-    parameter_count,
-    require_definition,
-    scan_records,
-)
+from openrlhf_ext.config.files import DatasetRef, parameter_count, require_definition
+from openrlhf_ext.config.records import Scan, Wanted, open_source, scan_records
 from openrlhf_ext.inputs import InputError
 
 
@@ -115,6 +111,10 @@ def test_every_record_of_a_jsonl_file_is_looked_at(run_dir: Path, problems):
 FORMS = ["a.jsonl", "lines.json", "array.json", "a.csv", "a.parquet", "a.arrow"]
 
 
+def scanned(path: str, wanted: Wanted) -> Scan:
+    return scan_records(open_source(DatasetRef(path, None), "train"), wanted)
+
+
 def write_records(path: Path, records: list[dict]) -> str:
     """The records in the form that the file's name says."""
     import pandas
@@ -140,12 +140,12 @@ def write_records(path: Path, records: list[dict]) -> str:
 def test_every_record_of_every_form_is_looked_at(tmp_path: Path, name):
     wanted = Wanted("q", "a")
     records = [{"q": f"{i}+1=", "a": str(i), "b": i} for i in range(3000)]
-    scan = scan_records(write_records(tmp_path / name, records), wanted)
+    scan = scanned(write_records(tmp_path / name, records), wanted)
     assert (scan.records, scan.keys, scan.faults) == (3000, ("q", "a", "b"), [])
     records[2500]["a"] = None
     records[2700]["q"] = ""
     place = "line" if name in ("a.jsonl", "lines.json") else "record"
-    faults = scan_records(write_records(tmp_path / name, records), wanted).faults
+    faults = scanned(write_records(tmp_path / name, records), wanted).faults
     assert faults == [f"{place} 2501 has an empty 'a'", f"{place} 2701 has an empty 'q'"]
 
 
@@ -155,8 +155,8 @@ def test_a_prompt_that_is_no_text_is_named_whatever_its_number(run_dir: Path, pr
         file.write(json.dumps({"question": prompt, "answer": "2"}) + "\n")
     (message,) = problems()
     assert "train.jsonl" in message and "line 41 has a " in message and "which must be a text" in message
-    (message,) = problems("--data.apply_chat_template")
-    assert "line 41 has a " in message
+    messages = problems("--data.apply_chat_template")
+    assert messages == [] if isinstance(prompt, list) else "line 41 has a " in messages[0]
 
 
 def test_messages_have_roles_and_contents(run_dir: Path, problems):
@@ -174,8 +174,6 @@ def test_messages_have_roles_and_contents(run_dir: Path, problems):
     [
         ({"question": "1+1"}, "has no 'answer'"),
         ({"question": "1+1", "answer": None}, "has an empty 'answer'"),
-        ({"question": "1+1", "answer": 2}, "has a number under 'answer', where earlier records have a text"),
-        ({"question": "1+1", "answer": "2", "n": 10**30}, "has a number under 'n' that 64 bits do not hold"),
     ],
 )
 def test_labels_and_types_of_all_records(run_dir: Path, problems, record, fault):
@@ -191,23 +189,18 @@ def test_what_makes_csv_rows_longer_than_the_first_line(run_dir: Path, problems)
     (run_dir / "train.csv").write_text("\n".join(rows))
     assert problems(*words) == []
     (run_dir / "train.csv").write_text("\n".join([*rows, "1, and 2,3"]))
-    for key in ([], ["--data.input_key", "prompt"]):
-        assert any("line 42, saw 3" in message for message in problems(*words, *key))
+    assert "line 42 has more fields" in problems(*words)[0]
     (run_dir / "train.csv").write_text("\n".join([rows[0], *("1, and 2,3" for _ in range(40))]))
     assert "put texts with commas in quotes" in problems(*words)[0]
     (run_dir / "train.csv").write_text("\n".join([*rows, "Who?,None"]))
+    assert problems(*words) == [], "a text, as every field"
+    (run_dir / "train.csv").write_text("\n".join([*rows, "Who?,"]))
     assert "record 41 has an empty 'answer'" in problems(*words)[0]
 
 
 def test_a_record_of_an_array_may_be_larger_than_what_is_read_at_a_time(tmp_path: Path):
     records = [{"q": "x" * (3 << 20)}, {"q": "]"}]
-    assert scan_records(write_records(tmp_path / "array.json", records), Wanted("q")).records == 2
-
-
-def test_new_keys_come_within_the_first_ten_mebibytes(tmp_path: Path):
-    records = [{"q": "x" * (6 << 20)}, {"q": "x" * (6 << 20), "b": 1}, {"q": "1", "c": 1}]
-    (fault,) = scan_records(write_records(tmp_path / "a.jsonl", records), Wanted("q")).faults
-    assert "line 3 has the key 'c', which no record of the first 10 MiB has" in fault
+    assert scanned(write_records(tmp_path / "array.json", records), Wanted("q")).records == 2
 
 
 @pytest.mark.parametrize(
@@ -215,7 +208,12 @@ def test_new_keys_come_within_the_first_ten_mebibytes(tmp_path: Path):
     [
         ("a.jsonl", "", "it is empty"),
         ("a.csv", "q,a\n", "it is empty"),
-        ("a.csv", "", "No columns to parse"),
+        ("a.csv", "", "it is empty"),
+        ("a.csv", "q,q\n1,2\n", "the column 'q' twice"),
+        ("a.csv", 'q,a\n"1,2\n', "unexpected end of data"),
+        ("a.jsonl", '{"q": "1", "q": "2"}\n', "the key 'q' is there twice"),
+        ("a.json", '[{"q": "1", "q": "2"}]', "the key 'q' is there twice"),
+        ("a.jsonl", '{"q": "1", "a": 1e999}\n', "no float holds 1e999"),
         ("a.json", "[", "record 1: not JSON"),
         ("a.json", "[]", "it is empty"),
         ("a.json", '[{"q": "1"}, {"q"', "record 2: not JSON"),
@@ -225,13 +223,13 @@ def test_new_keys_come_within_the_first_ten_mebibytes(tmp_path: Path):
         ("a.jsonl", "[1]\n", "must be a mapping, got a number"),
         ("a.jsonl", '{"q": "1"\n{"q": "2"}\n', "line 1 cannot be read: not JSON .Expecting"),
         ("a.parquet", "PAR1", "cannot be read as parquet"),
-        ("a.arrow", "ARROW1", "cannot be read as Arrow"),
+        ("a.arrow", "ARROW1", "cannot be read as arrow"),
     ],
 )
 def test_files_that_cannot_be_read_on(tmp_path: Path, name, text, complaint):
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match=complaint) as caught:
-        scan_records(str(tmp_path / name), Wanted("q"))
+        scanned(str(tmp_path / name), Wanted("q"))
     assert str(tmp_path / name) in str(caught.value)
 
 
@@ -367,6 +365,7 @@ def test_outputs_must_be_writable(run_dir: Path, problems):
 def test_what_is_read_is_not_written(run_dir: Path, problems, words, writes, reads):
     (run_dir / "link").symlink_to("model")
     (run_dir / "data").mkdir()
+    shutil.copy(run_dir / "train.jsonl", run_dir / "data")
     (run_dir / "old").mkdir()
     (run_dir / "old/samples.jsonl").write_text((run_dir / "train.jsonl").read_text())
     (message,) = problems(*words)

@@ -64,7 +64,7 @@ class Loader(list):
     """A loader of prompts ``first``, ``first + 1``, ... whose state is how many were drawn in this episode."""
 
     def __init__(self, count: int, first: int = 0) -> None:
-        super().__init__((["source"], [f"{first + i}"], [f"label {first + i}"], [None]) for i in range(count))
+        super().__init__(("source", f"{first + i}", f"label {first + i}") for i in range(count))
         self._start = self._drawn = 0
 
     def __iter__(self):

@@ -19,28 +19,24 @@ def load(tmp_path_factory):
     make_tiny_policy(folder / "policy")
     prompts = ["abc", "x" * 10, "y" * 40]
     (folder / "p.jsonl").write_text("".join(json.dumps({"q": p, "a": str(i)}) + "\n" for i, p in enumerate(prompts)))
-    data = SimpleNamespace(
-        max_samples=100, input_template=None, input_key="q", label_key="a", apply_chat_template=False
-    )
-    args = SimpleNamespace(data=data, train=SimpleNamespace(seed=1), use_ms=False)
-    strategy = SimpleNamespace(args=args, print=lambda *_: None, is_rank_0=lambda: False)
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
 
     def call(overlong: str, limit: int = 10, file: str = "p.jsonl", text: str | None = None, chat: bool = False):
         if text is not None:
             (folder / file).write_text(text)
-        strategy.args.data.apply_chat_template = chat
-        return load_prompts(
-            str(folder / file), "train", strategy, tokenizer, probabilities=None, max_prompt_tokens=limit,
-            overlong=overlong,
+        data = SimpleNamespace(
+            max_samples=100, input_template=None, input_key="q", label_key="a", apply_chat_template=chat,
+            overlong_prompts=overlong,
         )  # fmt: skip
+        config = SimpleNamespace(data=data, train=SimpleNamespace(seed=1))
+        return load_prompts(config, tokenizer, str(folder / file), "train", limit)
 
     return call
 
 
 def test_overlong_prompts_are_counted_and_skipped(load):
     data = load("skip")
-    assert (data.dataset.prompts, data.dataset.labels, data.skipped_overlong) == (["abc", "x" * 10], ["0", "1"], 1)
+    assert (data.prompts, data.labels, data.skipped_overlong) == (["abc", "x" * 10], ["0", "1"], 1)
     first = data.first(1)
     assert len(first) == 1 and len(data) == 2, "a copy: the data set itself stays whole"
 
@@ -68,12 +64,12 @@ def test_records_that_are_no_prompts_are_said_so(load, record, fault):
     """Of a folder or from the hub; files are looked at before anything starts."""
     good = {"q": "a" if not isinstance(record["q"], list) else None, "a": "1"}
     text = json.dumps(good) + "\n" + json.dumps(record) + "\n"
-    with pytest.raises(InputError, match=rf"record [12] of .*holes.jsonl (has an empty 'q'|{fault})"):
+    with pytest.raises(InputError, match=rf"holes.jsonl, line [12] (has an empty 'q'|{fault})"):
         load("skip", file="holes.jsonl", text=text)
 
 
 def test_a_file_that_cannot_be_read_is_named(load):
-    with pytest.raises(InputError, match=r"broken.jsonl cannot be read"):
+    with pytest.raises(InputError, match=r"broken.jsonl, line 2 cannot be read"):
         load("skip", file="broken.jsonl", text='{"q": "a", "a": "1"}\n{"q": "b\n')
 
 

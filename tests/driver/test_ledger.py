@@ -94,18 +94,6 @@ class Life:
             return Audit(self.path)
 
 
-class Texts(list):
-    """In the place of OpenRLHF's data set."""
-
-    @property
-    def prompts(self) -> list[str]:
-        return [text for _, (text,), _, _ in list.__iter__(self)]
-
-    @property
-    def labels(self) -> list[str]:
-        return [label for _, _, (label,), _ in list.__iter__(self)]
-
-
 class Attempt(World):
     def __init__(self, life: Life) -> None:
         super().__init__(
@@ -122,7 +110,8 @@ class Attempt(World):
         step = self.loop.step
         life.trained = {made: numbers for made, numbers in life.trained.items() if made <= step}
         self.version = self.requests.version = max(0, step - 1)
-        prompts = PromptData(Texts(Loader(PROMPTS)), 0, range(PROMPTS))
+        sources, texts, labels = map(list, zip(*list.__iter__(Loader(PROMPTS)), strict=True))
+        prompts = PromptData(texts, labels, sources, 0, range(PROMPTS))
         begin_ledger(self.loop.config, SimpleNamespace(prompts=prompts), self.loop)
 
     def make(self, groups: list[Group], *given: Any, **named: Any) -> Any:

@@ -121,7 +121,7 @@ def test_a_checkpoint_of_an_earlier_release_is_refused_with_the_remedy(tmp_path,
 
 def test_a_fingerprint_is_of_the_prompts_and_their_order():
     def fingerprint(*prompts):
-        return PromptData(SimpleNamespace(prompts=list(prompts), labels=["x"] * len(prompts)), 0, []).fingerprint
+        return PromptData(list(prompts), ["x"] * len(prompts), [], 0, []).fingerprint
 
     assert fingerprint("a", "b") == fingerprint("a", "b")
     assert len({fingerprint(*prompts) for prompts in (("a", "b"), ("b", "a"), ("a",), ("a", "c"))}) == 4
@@ -161,7 +161,7 @@ class Saved:
             return [[write_plain(Path(folder), f"{name}/state.json", models[name])]]
 
         strategy, tokenizer = open_tokenizer(self.config)
-        prompts = load_data(self.config, strategy, tokenizer)[0].fingerprint
+        prompts = load_data(self.config, tokenizer)[0].fingerprint
         checkpointer = job.build_checkpointer(self.config, dict.fromkeys(models, call), prompts)
         checkpointer.save(3, {"step": 3}, {})
         self.folder = checkpointer.store.path_of(3)

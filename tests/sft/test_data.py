@@ -97,10 +97,52 @@ def test_continued_pretraining_is_on_every_token_but_the_first(examples_of, mode
 def test_what_is_too_long_is_cut_or_skipped(examples_of, model, caplog):
     records = [{"q": "1" * 30, "a": "2"}, {"q": "1", "a": "2" * 40}]
     words = ["--data.output_key", "a", "--data.max_len", "32", "--data.input_template", "null"]
-    assert trained(examples_of(records, *words), model) == [["2" * 30 + "<|im_end|>"]]
+    assert trained(examples_of(records, *words), model) == [["2" * 31]], "a cut answer is not taught to end"
     assert "skipped 1 of 2 examples" in caplog.text
+    assert "cut 1 of 2 examples at data.max_len 32: what is left of the answer does not end" in caplog.text
+    assert trained(examples_of(records, *words, "--data.cut_answers", "end"), model) == [["2" * 30 + "<|im_end|>"]]
     with pytest.raises(InputError, match="holds no example with a token to train on within data.max_len 32"):
         examples_of(records[:1], *words)
+
+
+def test_a_cut_in_a_users_turn_leaves_answers_whole(examples_of, model, caplog):
+    words = ["--data.apply_chat_template", "--data.multiturn", "--data.max_len", "110"]
+    assert trained(examples_of([{"q": CHAT}], *words), model) == [["2<|im_end|>\n"]]
+    assert "cut 1 of 1 examples" in caplog.text, "the second answer is lost"
+
+
+def test_many_records_are_made_in_several_processes(examples_of, model, monkeypatch):
+    records = [{"q": f"{i}+1=", "a": str(i + 1)} for i in range(700)]
+    words = ["--data.output_key", "a"]
+    alone = fingerprint(examples_of(records, *words))
+    monkeypatch.setattr("openrlhf_ext.sft.data._RECORDS_IN_ONE_PROCESS", 300)
+    assert fingerprint(examples_of(records, *words)) == alone
+
+
+def test_a_table_of_chats_makes_the_examples_of_the_lines(examples_of, model, tmp_path):
+    """Parquet gives every message, and the arguments of every call, the keys of all."""
+    import pyarrow
+    import pyarrow.parquet
+
+    calls = [{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "search", "arguments": {"k": 3}}]
+    chats = [
+        [USER, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": calls[i % 2]}]},
+         {"role": "tool", "content": "ok"}, {"role": "assistant", "content": f"answer {i}"}]
+        for i in range(4)
+    ]  # fmt: skip
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if 'tool_calls' in m %}"
+        "{% for c in m.tool_calls %}<call>{{ c.function | tojson }}</call>{% endfor %}{% endif %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    words = ["--data.apply_chat_template", "--data.multiturn", "--data.tokenizer_chat_template", template,
+             "--data.max_len", "512"]  # fmt: skip
+    lines = examples_of([{"q": chat} for chat in chats], *words)
+    path = tmp_path / "chats.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"q": chat} for chat in chats]), path)
+    table = examples_of([], *words, "--data.dataset", str(path))
+    assert fingerprint(lines) == fingerprint(table)
+    assert '"city": "Paris"}' in whole(table, model) and "null" not in whole(table, model)
 
 
 @pytest.mark.parametrize(("adds", "written", "said"), [

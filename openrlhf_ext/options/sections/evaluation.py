@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,22 +9,15 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, WithJsonSchema
 
+from openrlhf_ext.inputs import named_part, split_inputs
 from openrlhf_ext.options import Float, Int, Section, Violation, Words, added, option
 from openrlhf_ext.options.sections.run import Interval
-
-_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.*)", re.DOTALL)
-
-
-def named_part(text: str) -> tuple[str, str]:
-    """(name, rest) of ``name=rest``; the name is empty where there is none, as in paths and addresses."""
-    found = _NAME.fullmatch(text.strip())
-    return (found[1], found[2].strip()) if found else ("", text.strip())
 
 
 def named_parts(value: str) -> list[tuple[str, str]]:
     """``a=x,y,b=z`` is [("a", "x,y"), ("b", "z")]: what has no name belongs to the name before it, or to none ("")."""
     parts: list[tuple[str, str]] = []
-    for text in value.split(","):
+    for text in split_inputs(value):
         name, rest = named_part(text)
         if parts and not name:
             parts[-1] = parts[-1][0], f"{parts[-1][1]},{rest}"
@@ -108,7 +100,8 @@ class Eval(Section):
         "evaluation prompts; same forms as data.prompt_dataset, or several sets by name, NAME=FILE,NAME=FILE, each "
         "with metrics of its own (docs/evaluation.md)",
         path="input")
-    split: str = option("train", "split of eval.dataset")
+    split: str | None = option(None,
+        "split of eval.dataset", default_text="validation, or test, where the data set has it, else train")
     temperature: _Temperature = option(0.6, "temperature of sampling in evaluation")
     top_p: _TopP = added(1.0, "nucleus of sampling in evaluation; OpenRLHF's is rollout.top_p")
     n_samples_per_prompt: _Samples = option(4, "responses per prompt in evaluation (n of pass@k and maj@k)")

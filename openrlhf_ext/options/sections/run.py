@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from openrlhf_ext.inputs import split_inputs
 from openrlhf_ext.options import Float, Int, Reason, Section, Violation, Words, added, not_yet, option
 
 _IMAGES: Reason = {"why": "only text models are built", "instead": "leave it out"}
@@ -307,7 +308,7 @@ def holds_prompt(template: str, marker: str = "<the prompt>") -> bool:
 
 def share_violations(option: str, shares: str, of: str, datasets: str) -> Iterator[Violation]:
     """There is one share for each dataset of the option ``of``, and they add up to 1."""
-    count = len(datasets.split(","))
+    count = len([*split_inputs(datasets)])
     try:
         numbers = [float(share) for share in shares.split(",")]
     except ValueError:

@@ -47,7 +47,7 @@ class SupervisedData(Texts):
     dataset_split: str = option("train", "split of data.dataset")
     max_samples: Int = option(1000000, "examples used of the dataset", ge=1)
     max_len: Int = option(2048, "longest example, prompt and answer together, tokens: what is longer is cut, and "
-        "examples whose prompt leaves no room for an answer are skipped", ge=4)
+        "examples whose prompt leaves no room for an answer are skipped; see data.cut_answers", ge=4)
     input_key: str = option("input",
         "key of the prompt in a record; with data.apply_chat_template it may be a list of messages, without "
         "data.output_key it is the whole chat, whose last message is the answer")
@@ -56,6 +56,9 @@ class SupervisedData(Texts):
         "text around the prompt, unless data.apply_chat_template is on; {} stands for the prompt; null = none",
         default_text="User: {}\\nAssistant: ")
     apply_chat_template: bool = option(False, "put examples through the tokenizer's chat template")
+    cut_answers: Literal["open", "end"] = added("open",
+        "answers that data.max_len cuts: open trains what is left of them, end makes the last token the end token, as "
+        "OpenRLHF does")
     tokenizer_chat_template: str | None = option(None, "chat template instead of the tokenizer's own")
     multiturn: bool = option(False, "train on every message of the assistant in a chat instead of the last one")
     dataloader_num_workers: Int = no_meaning(0, "processes that load examples",
@@ -101,7 +104,8 @@ class SupervisedEval(Section):
         "optimizer steps between evaluations of eval.dataset, -1 = after every pass; before the first step there is "
         "one in any case")
     dataset: str | None = option(None, "held-out examples; same forms as data.dataset", path="input")
-    split: str = option("train", "split of eval.dataset")
+    split: str | None = option(None,
+        "split of eval.dataset", default_text="validation, or test, where the data set has it, else train")
 
 
 class SupervisedCkpt(Saved):

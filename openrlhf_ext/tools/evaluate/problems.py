@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext import rewards
-from openrlhf_ext.config.files import Wanted, record_fault, records_of
+from openrlhf_ext.config.records import Records, Wanted, record_fault, records_of
 from openrlhf_ext.inputs import (
     FLAG,
     INTEGER,
@@ -129,7 +129,7 @@ def load_problems(
             raise NotThisFormat(f"{fault} (--input_key, --label_key)")
         return row[input_key], row[label_key]
 
-    return _load(path, read, limit)
+    return _load(path, records_of(str(path), wanted), read, limit)
 
 
 def load_benchmark(name: str, path: str | Path, limit: int | None = None) -> list[Problem]:
@@ -138,7 +138,7 @@ def load_benchmark(name: str, path: str | Path, limit: int | None = None) -> lis
         hint = f"; did you mean {near}?" if (near := nearest(name, BENCHMARKS)) else "."
         raise InputError(f"there is no benchmark {name!r}{hint} Known: {', '.join(BENCHMARKS)}. Other files: --data")
     try:
-        return _load(path, BENCHMARKS[name], limit)
+        return _load(path, records_of(str(path)), BENCHMARKS[name], limit)
     except InputError as error:
         raise InputError(f"benchmark {name}: {error}") from error
 
@@ -210,11 +210,13 @@ def _require_keys(row: Mapping[str, Any], keys: tuple[str, ...], options: str = 
         )
 
 
-def _load(path: str | Path, read: Callable[[dict[str, Any]], tuple[Any, Any]], limit: int | None) -> list[Problem]:
+def _load(
+    path: str | Path, records: Records, read: Callable[[dict[str, Any]], tuple[Any, Any]], limit: int | None
+) -> list[Problem]:
     problems: list[Problem] = []
     faults: dict[str, str] = {}  # what is wrong, and in which record first
     index = -1
-    for index, (place, record, _) in enumerate(islice(records_of(str(path)), limit)):
+    for index, (place, record) in enumerate(islice(records, limit)):
         where = f"{path}, {place}"
         try:
             if isinstance(record, InputError):

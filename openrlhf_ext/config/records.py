@@ -1,0 +1,340 @@
+"""Records of data: one reader of prompts, labels, messages and answers, for a run, its checks and evaluations alike.
+
+A value has the type that it has in the file: a text of a JSON file stays a text, whatever it looks like, an integer
+stays an integer with all of its digits, and each field of a CSV file is a text.
+"""
+
+from __future__ import annotations
+
+import csv
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from openrlhf_ext.config.files import DatasetRef, dataset_refs
+from openrlhf_ext.inputs import (
+    LINE_BYTES,
+    InputError,
+    decode_record,
+    is_number,
+    json_array,
+    json_lines,
+    reading,
+    type_name,
+)
+
+logger = logging.getLogger(__name__)
+
+FAULTS_KEPT = 6
+HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval", "heldout", "held_out")
+"""Names of splits that are not for training, the first that a data set has is evaluated."""
+_FORMS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+Records = Iterator[tuple[str, Any]]  # a place, such as "line 3", and what stands there
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Keys of prompt and label; with ``chat`` a prompt may be a list of messages. With ``answers`` the label is an
+    answer to train on, and where there is no label the prompt is a chat that ends in one."""
+
+    prompt: str
+    label: str | None = None
+    chat: bool = False
+    answers: bool = False
+    label_option: str = "data.label_key"
+
+
+# ---- what a data set is -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """One split of a data set: ``files`` of one form that the reader below reads, or ``rows``, a Hugging Face data set
+    of a form that only the library ``datasets`` knows."""
+
+    path: str
+    form: str = ""
+    files: tuple[str, ...] = ()
+    rows: Any = None
+
+    def records(self, wanted: Wanted) -> Records:
+        """All records, with file and place of each."""
+        for file in self.files:
+            for place, record in records_of(file, wanted, self.form):
+                yield f"{file}, {place}" if len(self.files) > 1 else place, record
+        if self.rows is not None:
+            for number, record in enumerate(self.rows, start=1):
+                yield f"record {number}", _without_nulls_of_messages(record, wanted)
+
+
+def open_source(ref: DatasetRef, split: str | None) -> Source:
+    """The split of a data set, which is downloaded if it is a hub's.
+
+    Args:
+        split: None: a held-out one (``HELD_OUT_SPLITS``) where the data set has several, else the only one.
+
+    Raises:
+        InputError: there is no such split, or the data set cannot be read.
+    """
+    if ref.is_file:
+        if ref.folder is not None:
+            raise InputError(
+                f"{ref.path}@{ref.folder}: only a folder or a hub name takes an @, which names a folder inside of it; "
+                "shares of several data sets are an option of their own (data.prompt_probs, data.dataset_probs)"
+            )
+        return Source(ref.path, files=(ref.path,))
+    import datasets
+
+    with reading(ref.path, "as a data set"):
+        if any((Path(ref.path) / name).is_file() for name in ("dataset_dict.json", "state.json")):
+            saved = datasets.load_from_disk(ref.path)
+            splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+            return Source(ref.path, rows=splits[_chosen(ref.path, [*splits], split)])
+        builder = datasets.load_dataset_builder(ref.path, data_dir=ref.folder)
+        files = builder.config.data_files
+        if files and builder.name in ("json", "csv", "parquet", "arrow"):
+            names = [*map(str, files[_chosen(ref.path, [*map(str, files)], split)])]
+            there = datasets.DownloadManager(record_checksums=False).download_and_extract(names)
+            return Source(ref.path, builder.name, tuple(map(str, there)))
+        loaded = datasets.load_dataset(ref.path, data_dir=ref.folder)
+        return Source(ref.path, rows=loaded[_chosen(ref.path, [*map(str, loaded)], split)])
+
+
+def _chosen(path: str, names: list[str], split: str | None) -> str:
+    if split is None:
+        held_out = next((name for name in HELD_OUT_SPLITS if name in names), None)
+        if held_out is not None:
+            logger.info("%s: its split %s is evaluated (eval.split)", path, held_out)
+            return held_out
+        split = "train"
+    if split not in names:
+        raise InputError(f"{path} has no split {split!r}; it has {', '.join(names)}")
+    return split
+
+
+def read_records(
+    value: str, split: str | None, wanted: Wanted, most: int, probabilities: str | None = None, seed: int = 0
+) -> Iterator[dict[str, Any]]:
+    """The records of all data sets of a value, at most ``most`` of each and of all, in order, or interleaved as
+    ``datasets.interleave_datasets`` does by ``probabilities`` (OpenRLHF's ``blending_datasets``).
+
+    Raises:
+        InputError: a record cannot be used (with its place), or a data set cannot be read.
+    """
+    sources = [open_source(ref, split) for ref in dataset_refs(value)]
+    sets = [_usable(islice(source.records(wanted), most), source.path, wanted) for source in sources]
+    if probabilities is None:
+        yield from islice(chain.from_iterable(sets), most)
+        return
+    import datasets
+
+    lists = [list(records) for records in sets]
+    places = [
+        datasets.Dataset.from_dict({"set": [number] * len(records), "row": range(len(records))})
+        for number, records in enumerate(lists)
+    ]
+    shares = [float(share) for share in probabilities.split(",")]
+    mixed = datasets.interleave_datasets(places, shares, seed, stopping_strategy="all_exhausted")
+    for place in islice(mixed, most):
+        yield lists[place["set"]][place["row"]]
+
+
+def _usable(records: Records, path: str, wanted: Wanted) -> Iterator[dict[str, Any]]:
+    for place, record in records:
+        if (fault := record_fault(record, wanted)) is not None:
+            raise InputError(f"{path}, {place} {fault}; mend or remove it")
+        yield record
+
+
+# ---- what is asked of records -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Scan:
+    """What a data set holds: number of records, keys and prompt of the first, the first six faults with places."""
+
+    records: int = 0
+    keys: tuple[str, ...] = ()
+    faults: list[str] = field(default_factory=list)
+    first_prompt: Any = None
+
+
+def scan_records(source: Source, wanted: Wanted) -> Scan:
+    """Reads all records. Raises InputError where they cannot be read on."""
+    scan = Scan()
+    for place, record in source.records(wanted):
+        scan.records += 1
+        if scan.records == 1:
+            if isinstance(record, InputError):
+                raise InputError(f"{source.path}, {place} {record}")
+            if not isinstance(record, dict):
+                raise InputError(f"the first record of {source.path} must be a mapping, got a {type_name(record)}")
+            scan.keys, scan.first_prompt = tuple(record), record.get(wanted.prompt)
+        if (fault := record_fault(record, wanted)) is not None:
+            scan.faults.append(f"{place} {fault}")
+            if len(scan.faults) == FAULTS_KEPT:
+                break
+    if not scan.records:
+        raise InputError(f"{source.path} has no readable first record: it is empty")
+    return scan
+
+
+def record_fault(record: Any, wanted: Wanted) -> str | None:
+    """Why a record cannot be used, None if it can: its prompt is a text or a list of messages, its label is there."""
+    if isinstance(record, InputError):
+        return str(record)
+    if not isinstance(record, dict):
+        return f"holds a {type_name(record)}, not a mapping"
+    prompt = record.get(wanted.prompt)
+    if not prompt and prompt != 0:
+        return f"has {'no' if wanted.prompt not in record else 'an empty'} {wanted.prompt!r}"
+    if not isinstance(prompt, str) and (fault := _messages_fault(prompt, wanted.chat)) is not None:
+        return f"has a {type_name(prompt)} under {wanted.prompt!r}, which must be {fault}"
+    if wanted.label is not None:
+        label = record.get(wanted.label)
+        if label is None:
+            return f"has {'no' if wanted.label not in record else 'an empty'} {wanted.label!r}"
+        if (strange := _no_json(label)) is not None:
+            return f"has a {strange} under {wanted.label!r}, which JSON cannot hold: write it as a text"
+    return _answer_fault(record, wanted) if wanted.answers else None
+
+
+def _no_json(value: Any) -> str | None:
+    """What of a label could not be sent to a grader in another process or machine; None if all of it can."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return None
+    if isinstance(value, Mapping):
+        return next(filter(None, map(_no_json, value.values())), None)
+    if isinstance(value, list):
+        return next(filter(None, map(_no_json, value)), None)
+    if isinstance(value, float):
+        return None if is_number(value) else "number that is not finite"
+    return type_name(value)
+
+
+def _answer_fault(record: dict[str, Any], wanted: Wanted) -> str | None:
+    prompt, answer = record[wanted.prompt], None if wanted.label is None else record[wanted.label]
+    if wanted.label is None:
+        if isinstance(prompt, list) and len(prompt) > 1 and prompt[-1]["role"] == "assistant":
+            return None
+        return f"has no chat under {wanted.prompt!r}: a list of messages, of which the last is the assistant's"
+    if isinstance(answer, str) and isinstance(prompt, str):
+        return None
+    if isinstance(prompt, list) and isinstance(answer, list) and _messages_fault(answer, True) is None:
+        return None
+    need = "both must be texts" + (", or both lists of messages" if wanted.chat else "")
+    return f"has a {type_name(prompt)} under {wanted.prompt!r} and a {type_name(answer)} under {wanted.label!r}; {need}"
+
+
+def _messages_fault(prompt: Any, chat: bool) -> str | None:
+    if not chat:
+        return "a text"
+    if not isinstance(prompt, list):
+        return "a text or a list of messages"
+    roles = (isinstance(message, dict) and isinstance(message.get("role"), str) for message in prompt)
+    contents = (isinstance(m, dict) and isinstance(m.get("content"), (str, list)) for m in prompt)
+    return None if all(roles) and all(contents) else "a list of messages, each with the texts 'role' and 'content'"
+
+
+# ---- forms of files ---------------------------------------------------------------------------------------------
+
+
+def records_of(path: str, wanted: Wanted | None = None, form: str = "") -> Records:
+    """All records of a data file; of parquet and Arrow those columns that are wanted, None = all. The form follows from
+    the end of the name: a file that is no .csv, .parquet or .arrow is read as JSON. InputErrors stand in the place of
+    records that cannot be read. Raises InputError where it cannot be read on."""
+    form = form or _FORMS.get(Path(path).suffix.lower(), "json")
+    if form == "json":
+        yield from _json_records(path)
+        return
+    with reading(path, f"as {form}"):
+        rows = _csv_rows(path) if form == "csv" else _arrow_rows(path, wanted, form)
+        yield from ((f"record {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _json_records(path: str) -> Records:
+    """One record on each line, or one array of them."""
+    is_first = True
+    for number, line in json_lines(path):
+        if is_first and line.lstrip().startswith(b"["):
+            yield from ((f"record {at}", record) for at, record in json_array(path))
+            return
+        is_first = False
+        try:
+            yield f"line {number}", decode_record(line, "cannot be read")
+        except InputError as error:  # a fault of this record: those behind it can be read
+            yield f"line {number}", error
+
+
+def _csv_rows(path: str) -> Iterator[dict[str, Any]]:
+    """Every field is a text; one without a letter is missing."""
+    csv.field_size_limit(LINE_BYTES)
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        names = reader.fieldnames or []
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise InputError(f"{path}: its first line has the column {twice[0]!r} twice; rename one of them")
+        for row in reader:
+            if None in row:
+                raise InputError(
+                    f"{path}, line {reader.line_num} has more fields than the first line; put texts with commas in "
+                    "quotes"
+                )
+            yield {name: text or None for name, text in row.items()}
+
+
+def _arrow_rows(path: str, wanted: Wanted | None, form: str) -> Iterator[dict[str, Any]]:
+    """Of parquet and of both of Arrow's formats; only the first row has the columns that are not wanted, as null."""
+    import pyarrow.parquet
+
+    with pyarrow.OSFile(path) as file:
+        if form == "parquet":
+            parquet = pyarrow.parquet.ParquetFile(file)
+            schema = parquet.schema_arrow
+        else:
+            try:
+                stream = pyarrow.ipc.open_stream(file)
+                schema, batches = stream.schema, iter(stream)
+            except pyarrow.ArrowInvalid:  # the other format, as datasets/packaged_modules/arrow/arrow.py:42
+                whole = pyarrow.ipc.open_file(file)
+                schema, batches = whole.schema, map(whole.get_batch, range(whole.num_record_batches))
+        names = schema.names
+        columns = names
+        if wanted is not None:
+            columns = [name for name in (wanted.prompt, wanted.label, "datasource") if name in names]
+        if form == "parquet":
+            batches = parquet.iter_batches(columns=columns)
+        features = _json_features(schema)
+        others = dict.fromkeys(names)
+        for batch in batches:
+            batch.validate(full=True)  # or offsets of a damaged file are followed out of the buffers, and this dies
+            for row in batch.select(columns).to_pylist() if columns else [{}] * batch.num_rows:
+                decoded = row if features is None else features.decode_example({**dict.fromkeys(names), **row})
+                yield others | _without_nulls_of_messages({name: decoded[name] for name in row}, wanted)
+                others = {}
+
+
+def _json_features(schema: Any) -> Any:
+    """What ``datasets`` says of columns whose values it keeps as JSON texts; None where there are none."""
+    if b'"Json"' not in (schema.metadata or {}).get(b"huggingface", b""):
+        return None
+    from datasets import Features
+
+    return Features.from_arrow_schema(schema)
+
+
+def _without_nulls_of_messages(row: dict[str, Any], wanted: Wanted | None) -> dict[str, Any]:
+    """A table gives every message, and the arguments of every call, the keys of all: null where it had no such key."""
+    if wanted is None:
+        return row
+    chats = (wanted.prompt, wanted.label if wanted.answers else None)
+    return {name: _without_nulls(value) if name in chats else value for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value

@@ -1,0 +1,130 @@
+"""A value has the type that it has in the file, whoever reads it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from openrlhf_ext.config.files import DatasetRef, dataset_refs, resolve_path
+from openrlhf_ext.config.records import Wanted, open_source, read_records, record_fault
+from openrlhf_ext.inputs import InputError
+
+DATES = ["2024-03-05", "2024-03-05 10:00:00"]
+VALUES = [*DATES, 5, 2.5, 9007199254740993, True, {"city": "Paris"}, {"k": 3}, ["a"], "007"]
+
+
+def labels(path: Path | str, split: str | None = "train", **more: Any) -> list[Any]:
+    return [record["a"] for record in read_records(str(path), split, Wanted("q", "a"), 10**6, **more)]
+
+
+def lines(path: Path, values: list[Any], start: str = "") -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(start + "".join(json.dumps({"q": str(i), "a": value}) + "\n" for i, value in enumerate(values)))
+    return path
+
+
+def same(found: list[Any], values: list[Any]) -> bool:
+    return found == values and [*map(type, found)] == [*map(type, values)]
+
+
+def test_json_values_are_what_they_are(tmp_path: Path):
+    assert same(labels(lines(tmp_path / "a.jsonl", VALUES)), VALUES)
+    (tmp_path / "a.json").write_text(json.dumps([{"q": "1", "a": value} for value in VALUES]))
+    assert same(labels(tmp_path / "a.json"), VALUES)
+
+
+def test_a_folder_of_files_is_read_as_the_files_are(tmp_path: Path):
+    lines(tmp_path / "data/train.jsonl", VALUES)
+    lines(tmp_path / "data/test.jsonl", VALUES[:2])
+    assert same(labels(tmp_path / "data"), VALUES) and same(labels(tmp_path / "data", "test"), VALUES[:2])
+    assert labels(tmp_path / "data", None) == VALUES[:2], "eval.split is a held-out one by default"
+    with pytest.raises(InputError, match="data has no split 'dev'; it has "):
+        labels(tmp_path / "data", "dev")
+
+
+def test_fields_of_csv_are_texts(tmp_path: Path):
+    (tmp_path / "a.csv").write_text('q,a\n1,007\n2,1.10\n3,True\n4,NA\n5,"a,b\nc"\n')
+    assert labels(tmp_path / "a.csv") == ["007", "1.10", "True", "NA", "a,b\nc"]
+
+
+def test_a_byte_order_mark_is_read(tmp_path: Path):
+    assert labels(lines(tmp_path / "a.jsonl", ["x"], "\ufeff")) == ["x"]
+    (tmp_path / "a.json").write_text('\ufeff[{"q": "1", "a": "x"}]')
+    (tmp_path / "a.csv").write_text("\ufeffq,a\n1,x\n")
+    assert labels(tmp_path / "a.json") == labels(tmp_path / "a.csv") == ["x"]
+
+
+def test_tables_keep_integers_and_json_columns(tmp_path: Path):
+    table = pyarrow.Table.from_pylist([{"q": "1", "a": 9007199254740993}, {"q": "2", "a": 5}])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert labels(tmp_path / "a.parquet") == [9007199254740993, 5]
+    features = datasets.Features({"q": datasets.Value("string"), "a": datasets.Json()})
+    rows = [{"q": "1", "a": {"x": 1}}, {"q": "2", "a": [2]}]
+    datasets.Dataset.from_list(rows, features=features).to_parquet(str(tmp_path / "b.parquet"))
+    assert labels(tmp_path / "b.parquet") == [{"x": 1}, [2]]
+
+
+@pytest.mark.parametrize(("label", "said"), [
+    (datetime.datetime(2024, 1, 2), "a datetime"), ({"when": datetime.date(2024, 1, 2)}, "a date"),
+    (b"x", "a bytes"), (float("nan"), "a number that is not finite"),
+])  # fmt: skip
+def test_labels_that_no_grader_can_be_sent_are_refused(label, said):
+    fault = record_fault({"q": "1", "a": label}, Wanted("q", "a"))
+    assert fault is not None and f"has {said} under 'a'" in fault and "write it as a text" in fault
+
+
+def test_saved_data_sets_have_their_splits(tmp_path: Path):
+    rows = [{"q": "1", "a": "2024-03-05"}]
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "saved")
+    assert labels(tmp_path / "saved", None) == labels(tmp_path / "saved", "test") == ["2024-03-05"]
+    with pytest.raises(InputError, match="saved has no split 'train'; it has test"):
+        labels(tmp_path / "saved")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "one")
+    assert labels(tmp_path / "one") == ["2024-03-05"]
+
+
+def test_an_at_belongs_to_a_folder_of_a_folder(tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    lines(tmp_path / "data/inner/train.jsonl", VALUES)
+    assert labels(f"{tmp_path}/data@inner") == VALUES
+    file = lines(tmp_path / "a.jsonl", ["x"])
+    with pytest.raises(InputError, match=r"a.jsonl@0.5: only a folder or a hub name takes an @"):
+        labels(f"{file}@0.5")
+
+
+def test_a_path_that_exists_wins_over_separators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    odd = lines(tmp_path / "a, b@1/x,y.jsonl", ["x"])
+    plain = lines(tmp_path / "plain.jsonl", ["y"])
+    assert [ref.path for ref in dataset_refs(f"{odd},{plain}")] == [str(odd), str(plain)]
+    assert labels(f"{plain},{odd}") == ["y", "x"]
+    monkeypatch.chdir(tmp_path)
+    assert resolve_path("a, b@1/x,y.jsonl, plain.jsonl", "input") == f"{odd},{plain}"
+    assert resolve_path("one=a, b@1/x,y.jsonl,two=plain.jsonl", "input") == f"one={odd},two={plain}"
+    assert [*dataset_refs("org/set@part,org/other")] == [DatasetRef("org/set", "part"), DatasetRef("org/other", None)]
+
+
+def test_shares_interleave_as_openrlhfs_reader_does(tmp_path: Path):
+    from openrlhf.datasets.utils import blending_datasets
+
+    from openrlhf_ext.compat import DriverStrategy
+
+    paths = [str(lines(tmp_path / f"{name}.jsonl", [f"{name}{i}" for i in range(20)])) for name in "ab"]
+    value = ",".join(paths)
+    for probabilities in (None, "0.3,0.7"):
+        theirs = blending_datasets(value, probabilities, DriverStrategy(None), 7, max_count=15)
+        ours = [r["a"] for r in read_records(value, "train", Wanted("q", "a"), 15, probabilities, 7)]
+        assert ours == theirs.select(range(min(15, len(theirs))))["a"]
+
+
+def test_sources_are_named_in_faults(tmp_path: Path):
+    lines(tmp_path / "a.jsonl", ["x", None])
+    with pytest.raises(InputError, match=r"a.jsonl, line 2 has an empty 'a'; mend or remove it"):
+        labels(tmp_path / "a.jsonl")
+    assert open_source(DatasetRef(str(tmp_path / "a.jsonl"), None), None).files
