@@ -96,21 +96,21 @@ def _results(request: Request) -> list[EvaluationResult]:
 
 @contextmanager
 def _whole(options: Evaluate) -> Iterator[Evaluate]:
-    """The options with whole checkpoints in the places of LoRA adapters, in a folder that is there in the body."""
+    """The options with a whole checkpoint in the place of a LoRA adapter, in a folder that is there in the body."""
     from openrlhf_ext.checkpoints import CheckpointError
     from openrlhf_ext.megatron.model.adapter import is_adapter
     from openrlhf_ext.tools.merge import merge
 
-    named = {"model": options.model, "reference": options.reference}
-    adapters = {name: folder for name, folder in named.items() if folder is not None and is_adapter(folder)}
+    if options.model is None or not is_adapter(options.model):
+        yield options
+        return
     with tempfile.TemporaryDirectory(prefix="merged-") as folder:
-        for name, adapter in adapters.items():
-            show(f"evaluate: --{name} is an adapter; its base, with it in the weights, goes to {folder}", sys.stderr)
-            try:
-                merge(adapter, Path(folder) / name)
-            except CheckpointError as error:
-                raise ValueError(f"{error}; TMPDIR names another place") from error
-        yield options.model_copy(update={name: str(Path(folder) / name) for name in adapters})
+        show(f"evaluate: --model is an adapter; its base, with it in the weights, goes to {folder}", sys.stderr)
+        try:
+            merge(options.model, Path(folder) / "model")
+        except CheckpointError as error:
+            raise ValueError(f"{error}; TMPDIR names another place") from error
+        yield options.model_copy(update={"model": str(Path(folder) / "model")})
 
 
 def _locked(folder: Path) -> FolderLock:

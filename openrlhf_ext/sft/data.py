@@ -83,9 +83,9 @@ def _tokenized(
         logger.warning("%s: the key 'tools' is not read: put the tools into a system message", paths)
     if not any(example.ranges for example in examples):
         raise InputError(f"{paths} holds no example with a token to train on within data.max_len {data.max_len}")
+    require_one_beginning(tokenizer, [example.ids for example in examples], f"the examples of {paths}")
     sequences = [np.array(example.ids, np.int32) for example in examples]
-    require_one_beginning(tokenizer, sequences, f"the examples of {paths}")
-    return sequence_batch(sequences, [[[*span] for span in example.ranges] for example in examples])
+    return sequence_batch(sequences, [example.ranges for example in examples])
 
 
 def _made(records: Iterator[dict[str, Any]], form: ExampleForm) -> Iterator[Example | str | None]:

@@ -13,8 +13,6 @@ from openrlhf_ext.options.table import Configuration
 # an option has its default, its meaning and its bounds, a violation its options and its words, as in a table
 # fmt: off
 
-_TOKENS = ("greedy", "short_tokens", "entropy", "reference")  # options about tokens, which saved completions lack
-
 
 class Evaluate(Configuration):
     """What is evaluated, how it is sampled and graded, and what is reported."""
@@ -54,14 +52,6 @@ Accuracy of a checkpoint, with plain transformers or vLLM (docs/evaluation.md). 
     n_samples: Int = option(4, "completions per prompt", ge=1, also="n")
     k: tuple[Annotated[Int, Field(ge=1)], ...] | None = option(None, "sizes of pass@k and maj@k",
         default_text="powers of two up to n")
-    greedy: bool = option(False,
-        "sample one more completion of each problem, of the most likely tokens, and report its accuracy apart")
-    short_tokens: Int | None = option(None,
-        "report the share of completions of at most so many tokens, their accuracy, and that of the longer ones", ge=1)
-    entropy: bool = option(False, "report the mean entropy, in nats, of the tokens of right and of wrong completions "
-        "(--engine transformers, temperature above 0)")
-    reference: str | None = option(None, "--entropy, and the mean KL divergence of the model from the checkpoint in "
-        "this folder at the tokens of the completions, in nats; exact, over the whole vocabulary")
     temperature: Float = option(1.0, "sampling temperature; 0 takes the most likely token", ge=0)
     top_p: Float = option(1.0, "nucleus size; 1 = whole vocabulary", gt=0, le=1)
     max_new_tokens: Int = option(64, "longest completion, tokens", ge=1, default_text="64; with --benchmark 1024")
@@ -86,11 +76,6 @@ Accuracy of a checkpoint, with plain transformers or vLLM (docs/evaluation.md). 
         "fail if the accuracy is more than 3 standard errors away from this fraction")
     expect_stderr: Float = option(0.0, "standard error of --expect_accuracy itself")
 
-    @property
-    def measures(self) -> bool:
-        """Whether the model has to be asked once more for every completion."""
-        return self.entropy or self.reference is not None
-
     def violations(self) -> Iterator[Violation]:
         yield from self._source_violations()
         if self.min_gain is not None and self.compare is None:
@@ -102,7 +87,6 @@ Accuracy of a checkpoint, with plain transformers or vLLM (docs/evaluation.md). 
         if self.engine == "vllm" and self.device not in ("cpu", "cuda"):
             yield Violation(("device", "engine"), "--device must be cpu or cuda with --engine vllm: got "
                 f"{self.device}; CUDA_VISIBLE_DEVICES chooses the GPUs")
-        yield from self._measure_violations()
 
     def _source_violations(self) -> Iterator[Violation]:
         if bool(self.benchmark) == bool(self.data):
@@ -119,21 +103,3 @@ Accuracy of a checkpoint, with plain transformers or vLLM (docs/evaluation.md). 
         elif self.model is None and self.apply_chat_template:
             yield Violation(("apply_chat_template", "completions", "model"),
                 "--apply_chat_template with --completions needs --model, whose tokenizer has the template")
-
-    def _measure_violations(self) -> Iterator[Violation]:
-        if self.completions:
-            if asked := [name for name in _TOKENS if getattr(self, name)]:
-                yield Violation((*asked, "completions"), f"--{', --'.join(asked)}: --completions has texts without "
-                    "tokens; sample them with --model instead of --completions")
-            return
-        if self.short_tokens is not None and self.short_tokens >= self.max_new_tokens:
-            yield Violation(("short_tokens", "max_new_tokens"), "--short_tokens must be below --max_new_tokens "
-                f"({self.max_new_tokens}), where every completion is short: got {self.short_tokens}")
-        if self.measures:
-            name = "entropy" if self.reference is None else "reference"
-            if self.engine == "vllm":
-                yield Violation((name, "engine"),
-                    f"--{name} needs a model in plain transformers: give --engine transformers, got vllm")
-            if self.temperature == 0:
-                yield Violation((name, "temperature"),
-                    f"--{name} needs --temperature above 0, where tokens are drawn from a distribution: got 0")

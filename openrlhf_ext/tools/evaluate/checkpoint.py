@@ -21,21 +21,19 @@ from openrlhf_ext.rewards.grading import FailurePolicy, Grader, RewardError, Rew
 from openrlhf_ext.tools.evaluate.problems import MATHS, Problem, Store, Task
 from openrlhf_ext.tools.evaluate.result import EvaluationResult, summarize
 from openrlhf_ext.tools.evaluate.sampling import (
-    Answers,
     Completion,
-    Measures,
     Sampler,
     TransformersSampler,
     max_prompt_tokens,
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 
-Sample = Callable[[Sequence[Problem]], Awaitable[list[Answers]]]
+Sample = Callable[[Sequence[Problem]], Awaitable[list[list[Completion]]]]
 OpenSampler = Callable[[Evaluate, "PreTrainedTokenizerBase", Sequence[str]], AbstractAsyncContextManager[Sampler]]
 """Loads a model for these prompts (all that will be asked), and gives its memory back."""
 
@@ -64,7 +62,7 @@ def evaluate(
         async with AsyncExitStack() as opened:
             samplers: list[Sampler] = []
 
-            async def sample(group: Sequence[Problem]) -> list[Answers]:
+            async def sample(group: Sequence[Problem]) -> list[list[Completion]]:
                 if not samplers:
                     prompts = [problem.prompt for problems, _ in prepared for problem in problems]
                     samplers.append(await opened.enter_async_context(open_sampler(options, tokenizer, prompts)))
@@ -74,8 +72,7 @@ def evaluate(
                 started = time.perf_counter()
                 await _grade_groups(task, problems, sample, store, options, size)
                 seconds = time.perf_counter() - started
-                short = options.short_tokens
-                results.append(summarize(store.results, task.name, task.path, model, ks, skipped, seconds, short))
+                results.append(summarize(store.results, task.name, task.path, model, ks, skipped, seconds))
         return results
 
     return asyncio.run(run())
@@ -88,12 +85,8 @@ def grade_saved(
     """:func:`evaluate` of completions that are there already, without a model; the tokenizer has the chat template."""
     problems = _prompted(task, tokenizer)
 
-    async def given(group: Sequence[Problem]) -> list[Answers]:
-        return [
-            Answers([Completion(query=p.prompt + text, text=text, body=text, tokens=None, truncated=None)
-                     for text in completions[p.index]])
-            for p in group
-        ]  # fmt: skip
+    async def given(group: Sequence[Problem]) -> list[list[Completion]]:
+        return [[Completion(p.prompt + text, text, text, None, None) for text in completions[p.index]] for p in group]
 
     started = time.perf_counter()
     asyncio.run(_grade_groups(task, problems, given, store, options, size=max(1, 64 // len(completions[0]))))
@@ -104,21 +97,16 @@ def grade_saved(
 async def open_transformers(
     options: Evaluate, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]
 ) -> AsyncIterator[Sampler]:
-    """Loads a checkpoint in plain transformers, and the reference from which its divergence is measured."""
+    """Loads a checkpoint in plain transformers."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
 
-    def load(path: str) -> PreTrainedModel:
-        with reading(path, "by transformers"):
-            return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, options.dtype))
-
-    model, measure = load(required(options.model, "model")), None
-    if options.measures:
-        measure = Measures(model, None if options.reference is None else load(options.reference), options)
-    yield TransformersSampler(model, tokenizer, options, measure)
+    with reading(path := required(options.model, "model"), "by transformers"):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, options.dtype))
+    yield TransformersSampler(model, tokenizer, options)
 
 
 def _prompted(task: Task, tokenizer: PreTrainedTokenizerBase | None) -> list[Problem]:
@@ -167,38 +155,33 @@ async def _grade_groups(
         await grader.aclose()
 
 
-async def _graded(task: Task, grading: Grading, problem: Problem, answers: Answers) -> dict[str, Any]:
-    completions = answers.completions
-    sampled = [*completions, *([answers.greedy] if answers.greedy is not None else [])]
-    alone = [answer_alone(c.body, task.answers) for c in sampled]
+async def _graded(task: Task, grading: Grading, problem: Problem, completions: Sequence[Completion]) -> dict[str, Any]:
+    alone = [answer_alone(c.body, task.answers) for c in completions]
     whole = task.answers == "any" or task.reward != MATHS  # another reward function looks for its answer itself
     grades = await asyncio.gather(
         *(
             grading.grade(c.query, problem.prompt, problem.label, c.body)
             if whole
             else grading.grade(problem.prompt + answer, problem.prompt, problem.label, answer)
-            for c, answer in zip(sampled, alone, strict=True)
+            for c, answer in zip(completions, alone, strict=True)
         )
     )
-    lines = [_line(completion, grade) for completion, grade in zip(sampled, grades, strict=True)]
-    samples, greedy = lines[: len(completions)], lines[len(completions) :]
+    lines = [_line(completion, grade) for completion, grade in zip(completions, grades, strict=True)]
     texts = [answer_alone(c.text, task.answers) for c in completions]
-    votes = await grading.votes(texts, [line["score"] >= SOLVED for line in samples])
+    votes = await grading.votes(texts, [line["score"] >= SOLVED for line in lines])
     return {
         "problem": problem.index, "prompt": problem.prompt, "label": problem.label,
-        "completions": [{**line, "vote": vote} for line, vote in zip(samples, votes, strict=True)],
-        **({"greedy": greedy[0]} if greedy else {}),
+        "completions": [{**line, "vote": vote} for line, vote in zip(lines, votes, strict=True)],
     }  # fmt: skip
 
 
 def _line(completion: Completion, grade: RewardResult | RewardError) -> dict[str, Any]:
     failure = f"{type(grade).__name__}: {grade.message}" if isinstance(grade, RewardError) else None
     grade = RewardResult(reward=0.0, score=0.0) if isinstance(grade, RewardError) else grade
-    optional = {"error": failure, "entropy": completion.entropy, "kl": completion.kl}
     return {
         "text": completion.text, "tokens": completion.tokens, "truncated": completion.truncated,
         "reward": grade.reward, "score": grade.score, "graded": failure is None, "extra_logs": grade.extra_logs,
-        **{name: value for name, value in optional.items() if value is not None},
+        **({} if failure is None else {"error": failure}),
     }  # fmt: skip
 
 

@@ -245,7 +245,7 @@ _COMPLETION = map_with(
         "text": TEXT, "tokens": or_null(NUMBER), "truncated": or_null(FLAG), "reward": NUMBER, "score": NUMBER,
         "graded": FLAG, "extra_logs": map_of(NUMBER),
     },
-    {"error": TEXT, "entropy": NUMBER, "kl": NUMBER, "vote": or_null(INTEGER)},
+    {"error": TEXT, "vote": or_null(INTEGER)},
 )  # fmt: skip
 _COMPLETIONS = Kind(
     f"a list of at least one, each {_COMPLETION.words}", lambda v: list_of(_COMPLETION).holds(v) and v != []
@@ -294,7 +294,7 @@ def read_results(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]
             f"{path} holds results of other settings ({'; '.join(different)}): give these settings, or another --out"
         )
     results = [
-        check(line, f"{path}, line {number}", _LINE, {"greedy": _COMPLETION}, _ANOTHER)
+        check(line, f"{path}, line {number}", _LINE, {}, _ANOTHER)
         for number, line in read_lines(path)
         if number > 1
     ]
@@ -304,7 +304,7 @@ def read_results(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]
 
 
 def task_settings(
-    task: Task, sampling: Mapping[str, Any], model: str | None, completions: str | None, reference: str | None
+    task: Task, sampling: Mapping[str, Any], model: str | None, completions: str | None
 ) -> dict[str, Any]:
     """What the results of a task depend on, in plain data: of saved completions the file, else the model, a reference
     and every option that changes what is sampled, the engine's included."""
@@ -321,8 +321,7 @@ def task_settings(
     if completions is not None:
         return settings | {"completions": sha256_of(completions)}
     assert model is not None
-    compared = None if reference is None else _model_digest(reference)
-    return settings | {"model": _model_digest(model), "reference": compared, **sampling}
+    return settings | {"model": _model_digest(model), **sampling}
 
 
 def digest_of(content: Any) -> str:

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.config.files import tokenizer_difference, tokenizer_fault
+from openrlhf_ext.config.files import tokenizer_fault
 from openrlhf_ext.config.load import Draft, collect, read_command_line, read_files, typed
 from openrlhf_ext.config.show import format_help
 from openrlhf_ext.inputs import (
@@ -49,7 +49,7 @@ from openrlhf_ext.tools.evaluate.problems import (
 )
 from openrlhf_ext.tools.evaluate.protocols import MATH_TEMPLATE, PROTOCOLS, SYSTEM_PROMPTS, listed
 
-_SAMPLING = ("temperature", "top_p", "max_new_tokens", "batch_size", "seed", "engine", "dtype", "device", "greedy")
+_SAMPLING = ("temperature", "top_p", "max_new_tokens", "batch_size", "seed", "engine", "dtype", "device")
 _ENGINE = ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_mib")
 
 # what is read of an earlier result (--json, or the only one of results.json)
@@ -59,7 +59,7 @@ _RESULT = {
 }  # fmt: skip
 _RESULT_MAYBE = {
     "benchmark": TEXT, "skipped_overlong": INTEGER,
-    "score_mean": NUMBER, "greedy_accuracy": or_null(NUMBER), "pass_at_k": map_of(NUMBER),
+    "score_mean": NUMBER, "pass_at_k": map_of(NUMBER),
     "majority_at_k": map_of(NUMBER), "sample_answers": list_of(_SAMPLE_ANSWER),
 }  # fmt: skip
 
@@ -130,20 +130,15 @@ class Request:
 
     def _model_violations(self) -> Iterator[Violation]:
         given = self.options
-        compared = None if given.completions else given.reference
-        for name, folder in (("model", given.model), ("reference", compared)):
-            if folder is not None and not Path(folder).is_dir():
-                # a name would be looked for on the hub, for a minute without a network
-                said = f"--{name} must be a folder with a Hugging Face checkpoint: {folder} is none"
-                yield Violation((name,), said)
-        if (model := given.model) is None or not Path(model).is_dir():
+        if (model := given.model) is None:
+            return
+        if not Path(model).is_dir():  # a name would be looked for on the hub, for a minute without a network
+            yield Violation(("model",), f"--model must be a folder with a Hugging Face checkpoint: {model} is none")
             return
         if (fault := tokenizer_fault(model, chat=given.apply_chat_template)) is not None:
             yield Violation(("model",), f"--model: {model} {fault}")
         elif not given.completions:
             yield from _faults("model", lambda: _vocabulary_size(model))
-        if compared is not None and Path(compared).is_dir():
-            yield from _faults("reference", lambda: _require_one_vocabulary(model, compared))
 
     def _require_same_problems(self, task: Task) -> None:
         """Raises ValueError if an earlier result says that it is of others."""
@@ -239,8 +234,8 @@ class Request:
     def settings(self) -> list[dict[str, Any]]:
         given = self.options
         names = [*_SAMPLING, *(_ENGINE if given.engine == "vllm" else ())]
-        sampling = {"n": given.n_samples, **{name: getattr(given, name) for name in names}, "entropy": given.measures}
-        return [task_settings(task, sampling, given.model, given.completions, given.reference) for task in self.tasks]
+        sampling = {"n": given.n_samples, **{name: getattr(given, name) for name in names}}
+        return [task_settings(task, sampling, given.model, given.completions) for task in self.tasks]
 
     @cached_property
     def out(self) -> Path | None:
@@ -263,17 +258,6 @@ def _faults(option: str, read: Callable[[], Any], *others: str) -> list[Violatio
     except (ValueError, OSError) as error:
         return [Violation((option, *others), f"--{option}: {line}") for line in str(error).splitlines()]
     return []
-
-
-def _require_one_vocabulary(model: str, reference: str) -> None:
-    """Raises ValueError unless the same token of two checkpoints has the same number, as far as their files tell."""
-    sizes = [_vocabulary_size(folder) for folder in (model, reference)]
-    remedy = "give the checkpoint that the model was trained from"
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"must have the vocabulary of --model: {reference} has {sizes[1]} tokens, {model} "
-            f"has {sizes[0]}; {remedy}")  # fmt: skip
-    if (difference := tokenizer_difference(model, reference)) is not None:
-        raise ValueError(f"must have the tokenizer of --model: {difference}; {remedy}")
 
 
 def _vocabulary_size(folder: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist, fmean
 from typing import Any
@@ -91,14 +91,10 @@ class EvaluationResult:
         standard_error: of the accuracy, samples of a prompt taken together.
         score_mean: mean score over all samples, what a run logs as ``eval/score_mean``.
         ended: share of completions that ended by themselves, before ``max_new_tokens``.
-        short_share, short_accuracy: of completions of at most ``short_tokens`` tokens.
-        greedy_accuracy: of one completion of the most likely tokens for each problem, which no other number counts.
-        entropy_right, entropy_wrong: nats, mean over all tokens of the correct completions and of the others.
-        kl_to_reference: nats, mean over all tokens.
         extra_logs: mean of each number that the reward function logs, over the graded completions that have it.
         majority_at_k: empty, and the ties with it, where no completion states an answer.
         ties_at_k: chance that several answers are the most frequent ones.
-        reward_failures: completions that could not be graded, greedy ones included; they count as wrong.
+        reward_failures: completions that could not be graded; they count as wrong.
         grading_error: why the first of them was not.
         skipped_overlong: prompts left out because the model has no room for them.
         seconds: sampling and grading, with loading the model.
@@ -116,15 +112,6 @@ class EvaluationResult:
     reward_mean: float
     response_length_mean: float | None
     ended: float | None
-    short_tokens: int | None
-    short_share: float | None
-    short_accuracy: float | None
-    long_accuracy: float | None
-    greedy_accuracy: float | None
-    greedy_accuracy_interval: Interval | None
-    entropy_right: float | None
-    entropy_wrong: float | None
-    kl_to_reference: float | None
     extra_logs: dict[str, float]
     pass_at_k: dict[int, float]
     pass_at_k_intervals: dict[int, Interval]
@@ -139,13 +126,12 @@ class EvaluationResult:
 
     @property
     def nothing_graded(self) -> bool:
-        greedy = self.prompts if self.greedy_accuracy is not None else 0
-        return self.reward_failures == self.prompts * self.samples_per_prompt + greedy
+        return self.reward_failures == self.prompts * self.samples_per_prompt
 
 
 def summarize(
     problems: Sequence[Mapping[str, Any]], benchmark: str, dataset: str, model: str | None, ks: Sequence[int],
-    skipped_overlong: int, seconds: float, short_tokens: int | None = None,
+    skipped_overlong: int, seconds: float,
 ) -> EvaluationResult:  # fmt: skip
     """Counts what the lines of a task's problems say; maj@n whatever ``ks`` holds."""
     groups = [problem["completions"] for problem in problems]
@@ -157,11 +143,7 @@ def summarize(
     counted = majorities(votes, sorted({*ks, samples}))
     chances = {k: [chance for chance, _ in pairs] for k, pairs in counted.items()}
     lengths_known = all(completion["tokens"] is not None for completion in flat)
-    greedy = [problem["greedy"] for problem in problems if "greedy" in problem]
-    greedy_right = [_is_right(completion) for completion in greedy]
-    all_right, all_wrong = _split(flat, _is_right)
-    ungraded = [completion for completion in [*flat, *greedy] if not completion["graded"]]
-    short, long = _split(flat, lambda c: c["tokens"] <= short_tokens) if short_tokens is not None else ([], [])
+    ungraded = [completion for completion in flat if not completion["graded"]]
     return EvaluationResult(
         benchmark=benchmark, model=model, dataset=dataset, accuracy=fmean(one for group in right for one in group),
         accuracy_interval=wilson_interval([fmean(group) for group in right], samples),
@@ -170,12 +152,7 @@ def summarize(
         reward_mean=fmean(completion["reward"] for completion in flat),
         response_length_mean=fmean(completion["tokens"] for completion in flat) if lengths_known else None,
         ended=fmean(not completion["truncated"] for completion in flat) if lengths_known else None,
-        short_tokens=short_tokens, short_share=len(short) / len(flat) if short_tokens is not None else None,
-        short_accuracy=_mean_or_none(map(_is_right, short)), long_accuracy=_mean_or_none(map(_is_right, long)),
-        greedy_accuracy=_mean_or_none(greedy_right),
-        greedy_accuracy_interval=wilson_interval(greedy_right, 1) if greedy else None,
-        entropy_right=_token_mean(all_right, "entropy"), entropy_wrong=_token_mean(all_wrong, "entropy"),
-        kl_to_reference=_token_mean(flat, "kl"), extra_logs=_log_means(flat),
+        extra_logs=_log_means(flat),
         pass_at_k={k: fmean(shares) for k, shares in passes.items()}, pass_at_k_intervals=_intervals(passes, samples),
         majority_at_k={k: fmean(shares) for k, shares in chances.items()},
         majority_at_k_intervals=_intervals(chances, samples),
@@ -192,26 +169,6 @@ def _is_right(completion: Mapping[str, Any]) -> bool:
 def _intervals(shares: Mapping[int, Sequence[float]], samples: int) -> dict[int, Interval]:
     """Of what takes k samples at a time, of which there are n // k that share none."""
     return {k: wilson_interval(each, samples // k) for k, each in shares.items()}
-
-
-def _split(
-    completions: Sequence[Mapping[str, Any]], first: Callable[[Mapping[str, Any]], bool]
-) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    return [c for c in completions if first(c)], [c for c in completions if not first(c)]
-
-
-def _mean_or_none(values: Iterable[float]) -> float | None:
-    numbers = list(values)
-    return fmean(numbers) if numbers else None
-
-
-def _token_mean(completions: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Mean over all tokens of what is kept as each completion's mean; ``None`` if it is not measured of any."""
-    measured = [completion for completion in completions if name in completion]
-    if not measured:
-        return None
-    tokens = sum(completion["tokens"] for completion in measured)
-    return math.fsum(completion[name] * completion["tokens"] for completion in measured) / tokens
 
 
 def _log_means(completions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -249,7 +206,7 @@ def _numbers(result: EvaluationResult, before: Mapping[str, Any] | None) -> list
     if before is not None:
         earlier["mean score"] = f"{before['score_mean']:.3f}"
     intervals = {
-        "accuracy": result.accuracy_interval, "greedy": result.greedy_accuracy_interval,
+        "accuracy": result.accuracy_interval,
         **{f"pass@{k}": interval for k, interval in result.pass_at_k_intervals.items()},
         **{f"maj@{k}": interval for k, interval in result.majority_at_k_intervals.items()},
     }  # fmt: skip
@@ -264,12 +221,9 @@ def _numbers(result: EvaluationResult, before: Mapping[str, Any] | None) -> list
 
 
 def _shares(result: Mapping[str, Any]) -> dict[str, float]:
-    found = {
-        "accuracy": result["accuracy"], "greedy": result.get("greedy_accuracy"),
-        **{f"pass@{k}": value for k, value in result.get("pass_at_k", {}).items() if int(k) > 1},
-        **{f"maj@{k}": value for k, value in result.get("majority_at_k", {}).items() if int(k) > 1},
-    }  # fmt: skip
-    return {name: value for name, value in found.items() if value is not None}
+    of_k = {"pass": result.get("pass_at_k", {}), "maj": result.get("majority_at_k", {})}
+    named = {f"{name}@{k}": value for name, found in of_k.items() for k, value in found.items() if int(k) > 1}
+    return {"accuracy": result["accuracy"], **named}
 
 
 def _measured(result: EvaluationResult) -> list[tuple[str, str]]:
@@ -278,12 +232,6 @@ def _measured(result: EvaluationResult) -> list[tuple[str, str]]:
         ("mean reward", result.reward_mean, 1, "{:.3f}"),
         ("length", result.response_length_mean, 1, "{:.1f} tokens"),
         ("ended", result.ended, 100, "{:.1f} %"),
-        (f"short (up to {result.short_tokens})", result.short_share, 100, "{:.1f} %"),
-        ("accuracy, short", result.short_accuracy, 100, "{:.1f} %"),
-        ("accuracy, longer", result.long_accuracy, 100, "{:.1f} %"),
-        ("entropy, right", result.entropy_right, 1, "{:.4f} nats"),
-        ("entropy, wrong", result.entropy_wrong, 1, "{:.4f} nats"),
-        ("KL to reference", result.kl_to_reference, 1, "{:.4f} nats"),
         *((f"reward log {name}", value, 1, "{:.4g}") for name, value in result.extra_logs.items()),
     ]
     return [(name, form.format(scale * value)) for name, value, scale, form in found if value is not None]

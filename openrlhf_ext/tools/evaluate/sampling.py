@@ -1,13 +1,10 @@
-"""Sampling completions for checkpoints outside a run, with plain transformers or with a vLLM engine given to it.
-
-Their entropies, and their divergence from a reference, come from forward passes of plain models.
-"""
+"""Sampling completions for checkpoints outside a run, with plain transformers or with a vLLM engine given to it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -38,8 +35,6 @@ class Completion:
         body: the same without the token that ended it.
         tokens: its length, end-of-sequence token included.
         truncated: it reached ``max_new_tokens`` without an end-of-sequence token.
-        ids: of the prompt's and the completion's tokens.
-        entropy, kl: the policy's, and its divergence from the reference: nats, means over the completion's tokens.
     """
 
     query: str
@@ -47,52 +42,24 @@ class Completion:
     body: str
     tokens: int | None
     truncated: bool | None
-    ids: tuple[int, ...] | None = None
-    entropy: float | None = None
-    kl: float | None = None
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What was sampled for one problem; ``greedy``: of the most likely tokens, if the options ask for it."""
-
-    completions: Sequence[Completion]
-    greedy: Completion | None = None
-
-
-def of_greedy(options: Evaluate) -> Evaluate:
-    return options.model_copy(update={"n_samples": 1, "temperature": 0.0})
 
 
 class Sampler(Protocol):
-    async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[Answers]:
-        """Answers to some prompts, in the given order: a function of the arguments and of nothing sampled before.
+    async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[list[Completion]]:
+        """Completions of some prompts, in the given order: a function of the arguments and of nothing sampled before.
 
         Seeds are derived from ``places``, where the problems stand in the file.
         """
 
 
 class TransformersSampler:
-    """Samples with ``generate`` of a model in memory, the seed derived from the first prompt's place.
+    """Samples with ``generate`` of a model in memory, the seed derived from the first prompt's place."""
 
-    Completions go through ``measure``, but greedy ones do not.
-    """
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: Evaluate) -> None:
+        self._model, self._tokenizer, self._options = model, tokenizer, options
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: Evaluate,
-        measure: Measures | None = None,
-    ) -> None:  # fmt: skip
-        self._model, self._tokenizer, self._options, self._measure = model, tokenizer, options, measure
-
-    async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[Answers]:
+    async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[list[Completion]]:
         options = self._options.model_copy(update={"seed": derived_seed(self._options.seed, places[0])})
-        sampled = self._sample(prompts, options)
-        if self._measure is not None:
-            measured = iter(self._measure([completion for group in sampled for completion in group]))
-            sampled = [[next(measured) for _ in group] for group in sampled]
-        return _answers(sampled, self._sample(prompts, of_greedy(options)) if options.greedy else None)
-
-    def _sample(self, prompts: Sequence[str], options: Evaluate) -> list[list[Completion]]:
         return sample_completions(self._model, self._tokenizer, prompts, options)
 
 
@@ -116,13 +83,8 @@ class EngineSampler:
         self._engine, self._tokenizer, self._options = engine, tokenizer, options
         self._eos = _eos_ids(saved_generation_config(Path(options.model or "")), tokenizer)
 
-    async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[Answers]:
-        options = self._options
-        sampled = await self._sample(prompts, places, options)
-        return _answers(sampled, await self._sample(prompts, places, of_greedy(options)) if options.greedy else None)
-
-    async def _sample(self, prompts: Sequence[str], places: Sequence[int], options: Evaluate) -> list[list[Completion]]:
-        samples = options.n_samples
+    async def sample(self, prompts: Sequence[str], places: Sequence[int]) -> list[list[Completion]]:
+        options, samples = self._options, self._options.n_samples
         prompt_ids = self._tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
         sampled = await self._engine.complete(
             [ids for ids in prompt_ids for _ in range(samples)],
@@ -135,12 +97,6 @@ class EngineSampler:
             [_completion(self._tokenizer, ids, new_ids, self._eos) for new_ids in islice(found, samples)]
             for ids in prompt_ids
         ]
-
-
-def _answers(sampled: Sequence[list[Completion]], greedy: Sequence[list[Completion]] | None) -> list[Answers]:
-    if greedy is None:
-        return [Answers(completions) for completions in sampled]
-    return [Answers(completions, one) for completions, (one,) in zip(sampled, greedy, strict=True)]
 
 
 def sample_completions(
@@ -271,84 +227,5 @@ def _completion(
         query=str(tokenizer.decode(prompt_ids + kept, skip_special_tokens=False)),
         text=str(tokenizer.decode(kept, skip_special_tokens=False)),
         body=str(tokenizer.decode(kept[: None if end is None else -1], skip_special_tokens=False)), tokens=len(kept),
-        truncated=end is None, ids=(*prompt_ids, *kept),
+        truncated=end is None,
     )  # fmt: skip
-
-
-# ---- entropy and divergence -----------------------------------------------------------------------------------------
-
-_MOST_LOGITS = 1 << 27  # of one forward pass: 512 MiB in fp32, of which there are a few at a time
-
-# Shape suffixes: B = sequences in a batch, S = longest of them, T = longest completion, V = vocabulary.
-
-
-class Measures:
-    """Measures completions token by token, over the whole vocabulary at the temperature they were sampled with (not 0).
-
-    Distributions are those from which the completions' tokens were drawn, the end-of-sequence token's included, before
-    any nucleus is cut out of them; logits are taken to fp32. The reference has the same vocabulary; both models are
-    moved to the device. A forward pass has fewer than ``batch_size`` sequences where their logits would be too large.
-    """
-
-    def __init__(self, policy: PreTrainedModel, reference: PreTrainedModel | None, options: Evaluate) -> None:
-        self._policy, self._reference = policy, reference
-        self._temperature, self._batch_size, self._device = options.temperature, options.batch_size, options.device
-
-    @torch.inference_mode()
-    def __call__(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Completions (with ``ids``) with their ``entropy``, and with a reference their ``kl``: means, in nats."""
-        for model in filter(None, (self._policy, self._reference)):
-            nn.Module.to(model, self._device)  # transformers' own wrapper of it has no type
-        measured = list(completions)
-        with threads_for(self._policy):
-            for rows in self._batches(completions):
-                for row, (entropy, kl) in zip(rows, self._means([completions[row] for row in rows]), strict=True):
-                    measured[row] = replace(measured[row], entropy=entropy, kl=kl)
-        return measured
-
-    def _batches(self, completions: Sequence[Completion]) -> Iterator[list[int]]:
-        order = sorted(range(len(completions)), key=lambda row: len(_ids(completions[row])), reverse=True)
-        longest = max(map(_length, completions))
-        vocabulary = self._policy.config.get_text_config().vocab_size
-        size = max(1, min(self._batch_size, _MOST_LOGITS // ((longest + 1) * vocabulary)))
-        return (order[start : start + size] for start in range(0, len(order), size))
-
-    def _means(self, batch: Sequence[Completion]) -> list[tuple[float, float | None]]:
-        ids_BS, mask_BS = (tensor.to(self._device) for tensor in left_padded([_ids(each) for each in batch], pad=0))
-        lengths_B1 = torch.tensor([[_length(each)] for each in batch], device=self._device)
-        longest = int(lengths_B1.max())
-        sampled_BT = torch.arange(longest, device=self._device) >= longest - lengths_B1
-        logp_BTV = self._log_probs(self._policy, ids_BS, mask_BS, longest)
-        p_BTV = logp_BTV.exp()
-        entropies = _row_means(-(p_BTV * logp_BTV).sum(-1), sampled_BT)
-        if self._reference is None:
-            return [(entropy, None) for entropy in entropies]
-        reference_BTV = self._log_probs(self._reference, ids_BS, mask_BS, longest)
-        divergences = _row_means((p_BTV * (logp_BTV - reference_BTV)).sum(-1), sampled_BT)
-        return list(zip(entropies, divergences, strict=True))
-
-    def _log_probs(self, model: PreTrainedModel, ids_BS: Tensor, mask_BS: Tensor, longest: int) -> Tensor:
-        """Log-probabilities of every token at the last ``longest`` places of the sequences, (B, T, V) fp32."""
-        forward: Any = model
-        logits_BTV = forward(
-            input_ids=ids_BS, attention_mask=mask_BS, position_ids=(mask_BS.cumsum(1) - 1).clamp(min=0),
-            logits_to_keep=longest + 1, use_cache=False,
-        ).logits[:, :-1]  # fmt: skip
-        return (logits_BTV.float() / self._temperature).log_softmax(-1)
-
-
-def _row_means(value_BT: Tensor, sampled_BT: Tensor) -> list[float]:
-    mean_B = value_BT.double().where(sampled_BT, 0.0).sum(1) / sampled_BT.sum(1)
-    if not bool(mean_B.isfinite().all()):
-        raise ValueError("entropies or divergences are not finite, since a model's logits are not: try --dtype float32")
-    return mean_B.tolist()
-
-
-def _ids(completion: Completion) -> tuple[int, ...]:
-    assert completion.ids is not None
-    return completion.ids
-
-
-def _length(completion: Completion) -> int:
-    assert completion.tokens is not None
-    return completion.tokens

@@ -65,15 +65,17 @@ def test_without_a_protocol_everything_is_as_before(model: Path, aime: Path) -> 
 
 def test_the_forms_of_the_command_line_and_a_file_of_options(model: Path, aime: Path, tmp_path: Path) -> None:
     """A second --benchmark adds to the first, another name and the beginning of a name are that option."""
-    (tmp_path / "evaluate.yaml").write_text("temperature: 0.5\ntop_p: 0.5\nk: [1, 2]\ngreedy: true\n")
-    words = ["--config", str(tmp_path / "evaluate.yaml"), "--n=8", "--temp", "0.25", "--no-greedy", "--json", "o.json"]
+    (tmp_path / "evaluate.yaml").write_text("temperature: 0.5\ntop_p: 0.5\nk: [1, 2]\napply_chat_template: true\n")
+    words = ["--config", str(tmp_path / "evaluate.yaml"), "--n=8", "--temp", "0.25", "--json", "o.json"]
+    words.append("--no-apply_chat_template")
     options = asked(model, aime, *words, "--benchmark", f"amc23={aime}").options
-    assert options.benchmark == (f"amc23={aime}", f"aime24={aime}") and options.k == (1, 2) and not options.greedy
+    assert options.benchmark == (f"amc23={aime}", f"aime24={aime}") and options.k == (1, 2)
+    assert not options.apply_chat_template
     assert (options.n_samples, options.temperature, options.top_p, options.json_file) == (8, 0.25, 0.5, "o.json")
     with pytest.raises(ConfigError, match="unknown option engin_e.*did you mean engine"):
         asked(model, aime, "--engin_e", "vllm")
     with pytest.raises(ConfigError, match="unknown option e "):
-        asked(model, aime, "--e")  # --engine, --entropy, ...
+        asked(model, aime, "--e")  # --engine, --engine_timeout_s, ...
 
 
 @pytest.mark.parametrize(
