@@ -60,7 +60,7 @@ from openrlhf_ext.algorithms import get_algorithm
 from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.driver.engines import EngineSupervisor
 from openrlhf_ext.driver.experience import (
-    in_group_order,
+    responses_of,
     rollout_batch,
     routed_by_engines,
     sequences_of,
@@ -185,10 +185,10 @@ def step(args: argparse.Namespace, sequences: int, told: int | None = None) -> d
     stages, lengths = Stages(), response_lengths(args, sequences).tolist()
     receive, in_bytes = pickled_groups(args, lengths) if told is None else groups_of_engine(args, lengths, told)
     groups = stages.run("receive", receive)
-    samples = in_group_order(groups, args.group_size)
+    samples = responses_of(groups, args.group_size)
 
     def make_batch() -> SequenceBatch:
-        batch = sequences_of(in_group_order(groups, args.group_size))
+        batch = sequences_of(responses_of(groups, args.group_size))
         return routed_by_engines(batch, samples) if told else batch
 
     batch = stages.run("batch", make_batch)

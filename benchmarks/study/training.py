@@ -1,8 +1,8 @@
 """One run of a study: training in one process, with plain transformers and this package's algorithms.
 
-It makes the optimizer steps that ``train_ppo_ray`` makes of the same rollouts (batches sorted by prompt, mini-batches
-of whole groups, old log-probs by the policy itself, Adam), without Ray, Megatron and vLLM: several runs fit on a
-laptop.
+It makes the optimizer steps that ``train_ppo_ray`` makes of the same rollouts (batches sorted by prompt, random
+mini-batches of whole groups, old log-probs by the policy itself, Adam), without Ray, Megatron and vLLM: several runs
+fit on a laptop.
 
 Shape suffixes: B = completions, N = completion tokens of all of them, L = longest sequence, D = hidden size.
 """
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.study.decoding import Sampled, decode
 from benchmarks.study.settings import Evaluation, resolve
 from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch, get_algorithm, mean_entropies
-from openrlhf_ext.algorithms.groups import group_chunks
+from openrlhf_ext.algorithms.groups import group_chunks, mini_batch_order
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import algorithm_options, initial_entropy_prompts
 from openrlhf_ext.megatron.step.optimizer import warmup_steps
@@ -129,10 +129,10 @@ class StudyRun:
         """The completions of a step, by the policy as it is now."""
         size = self.config.rollout.batch_size
         start = (step - 1) * size % len(self.train_problems)
-        problems = (self.train_problems * 2)[start : start + size]
-        return self._rollout(
-            sorted(problems, key=lambda problem: problem.prompt), derived_seed(self._seed(_TRAINING), step)
-        )
+        problems = sorted((self.train_problems * 2)[start : start + size], key=lambda problem: problem.prompt)
+        per_step = max(1, self.config.train.batch_size // self.config.rollout.n_samples_per_prompt)
+        order = mini_batch_order(len(problems), per_step, self.config.train.seed, step - 1)
+        return self._rollout([problems[i] for i in order], derived_seed(self._seed(_TRAINING), step))
 
     def _rollout(
         self, problems: Sequence[Problem], seed: int, samples: int | None = None, greedy: bool = False

@@ -8,6 +8,7 @@ Shape suffixes: B = completions, Q = groups.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -196,6 +197,15 @@ def group_chunks(samples: int, group_size: int, mini_batch_size: int) -> Iterato
     per_step = max(1, mini_batch_size // group_size) * group_size
     for start in range(0, samples, per_step):
         yield slice(start, min(start + per_step, samples))
+
+
+def mini_batch_order(groups: int, per_step: int, seed: int, batch: int) -> list[int]:
+    """The order in which the sorted groups of the run's ``batch``-th batch are cut into optimizer steps of ``per_step``
+    groups: a permutation, so that no step holds the prompts that begin alike. As they are where there is one step."""
+    order = list(range(groups))
+    if groups > per_step:
+        random.Random(f"{seed} {batch}").shuffle(order)
+    return order
 
 
 @dataclass(frozen=True)

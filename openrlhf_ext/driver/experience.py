@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch
-from openrlhf_ext.algorithms.groups import group_chunks
+from openrlhf_ext.algorithms.groups import group_chunks, mini_batch_order
 from openrlhf_ext.driver.gauges import (
     advantage_gauges,
     batch_metrics,
@@ -106,6 +106,7 @@ class ExperienceMaker:
     replays: bool = False
     tokenizer: Any = None
     end_tokens: Collection[int] = ()
+    seed: int = 0
     batches: int = field(default=0, init=False)
 
     @torch.no_grad()
@@ -113,15 +114,15 @@ class ExperienceMaker:
         """Scores the groups, shapes them, and cuts every data-parallel rank's shard. Old log-probs are of the weights
         ``version``; completions of ``shown`` groups are shown (0 = of all, None = of none). Where the policy's
         log-probs come of the training pass, ``completed`` measures what depends on them."""
-        groups = _by_prompt(groups)
-        batch = sequences_of(in_group_order(groups, self.group_size))
-        routed = routed_by_engines(batch, in_group_order(groups, self.group_size)) if self.replays else batch
+        groups = self._ordered(groups)
+        batch = sequences_of(responses_of(groups, self.group_size))
+        routed = routed_by_engines(batch, responses_of(groups, self.group_size)) if self.replays else batch
         started = time.perf_counter()
         pending = self._start_scores(batch)
         old = self.old_logprobs(routed, get) if self.source == "policy" else None
         scores: dict[str, Any] = {name: scores.result(get) for name, scores in pending.items()}
         groups = with_rewards(groups, scores.pop("rewards")) if self.reward is not None else groups
-        samples = in_group_order(groups, self.group_size)
+        samples = responses_of(groups, self.group_size)
         for sample in samples:
             sample.check_reward()
         scored = time.perf_counter()
@@ -145,6 +146,13 @@ class ExperienceMaker:
         made = made if old is None else self._described(made, old, shaped.metrics)
         made.metrics.update({"time/logprob": scored - started, "time/shape": time.perf_counter() - scored})
         return made
+
+    def _ordered(self, groups: Sequence[Group]) -> list[Group]:
+        """Groups sorted by prompt, so that the batch does not depend on which engine was faster, then as they are cut
+        into mini-batches."""
+        by_prompt = sorted(groups, key=lambda group: group.prompt.text)
+        per_step = max(1, self.mini_batch_size // self.group_size)
+        return [by_prompt[i] for i in mini_batch_order(len(groups), per_step, self.seed, self.batches)]
 
     @torch.no_grad()
     def completed(self, made: Experience, get: Get) -> Experience:
@@ -175,7 +183,8 @@ class ExperienceMaker:
             rollout = dataclasses.replace(rollout, entropies=by_N)  # shown is what it was shaped by
         metrics |= {f"algorithm/{k}": float(v) for k, v in of_method.items()}
         metrics |= self._reference_metrics(rollout) | guide_agreement(rollout) | made.metrics
-        metrics |= advantage_gauges(shaped, self.group_size, [graded(r.reward) for r in _responses(made.groups)])
+        rewards = [graded(response.reward) for response in responses_of(made.groups, self.group_size)]
+        metrics |= advantage_gauges(shaped, self.group_size, rewards)
         first = self._chunks(made.batch)[0]
         if not self.algorithm.needs_prepare:
             metrics |= expected_of_first_update(shaped.mini_batch(first), old.logprobs_N)
@@ -245,24 +254,15 @@ class ExperienceMaker:
         return deal(batch, self._chunks(batch), self.policy.layout.data_parallel_size, self.costs)
 
 
-def in_group_order(groups: Sequence[Group], group_size: int) -> list[Response]:
-    """The completions of groups sorted by prompt, so that the batch does not depend on which engine was faster. Raises
-    ValueError: a group has not ``group_size`` completions."""
+def responses_of(groups: Sequence[Group], group_size: int) -> list[Response]:
+    """The completions of groups, in their order. Raises ValueError: a group has not ``group_size`` completions."""
     for group in groups:
         if len(group.responses) != group_size:
             raise ValueError(
                 f"a group of {len(group.responses)} completions, rollout.n_samples_per_prompt is {group_size}: "
                 f"{group.prompt.text!r}"
             )
-    return _responses(_by_prompt(groups))
-
-
-def _responses(groups: Sequence[Group]) -> list[Response]:
-    return [sample for group in groups for sample in group.responses]
-
-
-def _by_prompt(groups: Sequence[Group]) -> list[Group]:
-    return sorted(groups, key=lambda group: group.prompt.text)
+    return [response for group in groups for response in group.responses]
 
 
 def with_rewards(groups: Sequence[Group], rewards_B: Tensor) -> list[Group]:

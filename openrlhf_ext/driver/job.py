@@ -40,6 +40,7 @@ from openrlhf_ext.driver.processes import (
     start_guide_engines,
     start_policy,
 )
+from openrlhf_ext.driver.progress import Progress
 from openrlhf_ext.driver.rollouts import GroupRequests, GuidedRequests, PromptStream, Requests, Rollouts, all_prompts
 from openrlhf_ext.driver.settings import (
     build_algorithm,
@@ -275,6 +276,7 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
             engine_entropies=engine_entropies(config),
             replays=config.replays_rollout,
             tokenizer=parts.tokenizer,
+            seed=config.train.seed,
             end_tokens=end_tokens(saved_generation_config(Path(policy_path(config))), parts.tokenizer),
             **parts.auxiliary.experience_parts(config, parts.policy),
         ),
@@ -285,6 +287,9 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
         recorder=build_recorder(config, parts),
         gauges=step_gauges(config, parts, shape),
         judge=StepJudge(config),
+        progress=Progress(
+            len(parts.prompts) * config.train.num_episodes, config.rollout.batch_size, config.train.max_minutes
+        ),
         held_out=held_out_sets(config, parts.strategy, parts.held_out),
         sinks=build_sinks(parts.strategy.args),
         tokenizer=parts.tokenizer,

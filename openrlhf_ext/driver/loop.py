@@ -27,6 +27,7 @@ from openrlhf_ext.driver.evaluation import Evaluation, HeldOut, evaluation_metri
 from openrlhf_ext.driver.experience import Experience, ExperienceMaker, sequences_of
 from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepJudge, StepProfiler, recounted
 from openrlhf_ext.driver.guard import Guard
+from openrlhf_ext.driver.progress import Progress
 from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, groups_from_plain, plain_groups
 from openrlhf_ext.driver.settings import frozen_steps
 from openrlhf_ext.driver.waits import Deadline
@@ -58,6 +59,7 @@ class TrainingLoop:
     recorder: StepRecorder
     gauges: StepGauges
     judge: StepJudge
+    progress: Progress
     held_out: Sequence[HeldOut] = ()
     sinks: Sequence[Any] = ()
     tokenizer: Any = None
@@ -116,6 +118,7 @@ class TrainingLoop:
         else:
             self.version = self.supervisor.ask("weight_version")[0]
             self.evaluate()
+        self.progress.start()
         self._began = self._ended = time.perf_counter()
 
     @property
@@ -128,6 +131,9 @@ class TrainingLoop:
         started = time.perf_counter()
         self.recorder.events.step = self.step + 1
         groups = self.rollouts.take(self.version)
+        if groups:
+            seconds, trains = time.perf_counter() - self._began, self.step >= frozen_steps(self.config)
+            self.progress.take(self.rollouts.used_up, seconds, trains)
         self._poll_checkpoint()
         self._waited_s = time.perf_counter() - started
         return groups
@@ -148,13 +154,13 @@ class TrainingLoop:
                 self.drift.before_training()
             critic = self.experience.critic
             metrics: dict[str, float] = {}
-            values = critic.start_fit() if critic is not None else []
+            values = critic.start_fit(*self.progress.of_run) if critic is not None else []
             if self.config.ds.enable_sleep:
                 self._get(values)  # only one of the two has its states on the device at a time
             if self.step >= frozen_steps(self.config):
                 taken = self.policy.ask_replicas("take_shard", shards)
                 # not after a wait for all: a rank that stands still is found by those that meet it in `fit`
-                metrics |= self._get([*taken, *self.policy.ask("fit")])[len(taken)]
+                metrics |= self._get([*taken, *self.policy.ask("fit", *self.progress.of_policy)])[len(taken)]
             if values:
                 metrics |= self._get(values)[0]
         self.step += 1
@@ -426,6 +432,7 @@ class TrainingLoop:
             "experience": self.experience.state_dict(),
             "initial_entropy": self.initial_entropy,
             "grad_norms": self.judge.norms,
+            "progress": self.progress.state_dict(),
             "last_evaluation": self.recorder.last_evaluation,
             "random_states": {
                 "python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(),
@@ -451,12 +458,22 @@ class TrainingLoop:
         self.rollouts.restore(state["rollouts"], finished, in_flight)
         self.step, self.initial_entropy = state["step"], state["initial_entropy"]
         self.experience.load_state_dict(state["experience"])
+        self._restore_progress(state)
         self.judge.norms = [*state.get("grad_norms", ())]  # earlier releases kept none
         # one that ended beside the next step is in the record, and not in the checkpoint
         self.recorder.last_evaluation = max(self.recorder.last_evaluation, state["last_evaluation"])
         random.setstate(state["random_states"]["python"])
         np.random.set_state(state["random_states"]["numpy"])
         torch.set_rng_state(state["random_states"]["torch"])
+
+    def _restore_progress(self, state: Mapping[str, Any]) -> None:
+        if "progress" in state:
+            self.progress.load_state_dict(state["progress"])
+            return
+        # earlier releases kept none: a batch was trained in each step
+        batch = self.config.rollout.batch_size
+        of_policy = min(self.step, frozen_steps(self.config)) * batch
+        self.progress.load_state_dict({"used": [self.step * batch, 1], "policy_from": [of_policy, 1]})
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 

@@ -154,14 +154,16 @@ class RankGroup:
         """Calls a method of every rank; returns the references of the answers, in rank order."""
         return [getattr(actor, method).remote(*args, **kwargs) for actor in self.actors]
 
-    def ask_replicas(self, method: str, parts: Sequence[Any]) -> list[Any]:
-        """Calls a method of every rank with its replica's part; returns the references of the answers, in rank order.
-        Only the first rank of a replica answers (``of_replicas``), but all have to succeed."""
+    def ask_replicas(self, method: str, parts: Sequence[Any], *shared: Any) -> list[Any]:
+        """Calls a method of every rank with its replica's part, and what all get; returns the references of the
+        answers, in rank order. Only the first rank of a replica answers (``of_replicas``), but all have to succeed."""
         if len(parts) != self.layout.data_parallel_size:
             raise ValueError(f"{len(parts)} parts for {self.layout.data_parallel_size} data-parallel replicas")
         sent = [ray.put(part) for part in parts]  # once, not once for each rank
         replicas = [self.layout.place(rank).replica for rank in range(self.layout.world_size)]
-        return [actor.for_replica.remote(method, sent[r]) for actor, r in zip(self.actors, replicas, strict=True)]
+        return [
+            actor.for_replica.remote(method, sent[r], *shared) for actor, r in zip(self.actors, replicas, strict=True)
+        ]
 
     def of_replicas(self, answers: Sequence[T]) -> list[T]:
         """The answer of each replica, out of the answers of all ranks."""

@@ -10,6 +10,7 @@ one batch at a time and stand still while the policy trains.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import time
 from collections import Counter, defaultdict, deque
@@ -28,6 +29,8 @@ from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.rewards.grading import RewardFailureLimit
 from openrlhf_ext.rollout.response import GroupRequest, InvalidWeights, Response, Sampling, derived_seed, graded
 from openrlhf_ext.run.ledger import TIME_IS_UP, USED_UP, Entry, digest
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _TRAINING, _OTHER = 0, 1  # groups of one number have different seeds
@@ -123,9 +126,13 @@ class Group:
         return self.oldest_version is not None and version - self.oldest_version > max_staleness
 
     @property
-    def mean_score(self) -> float:
+    def scores(self) -> list[float]:
         """What dynamic sampling and evaluations go by, which a run whose rewards are a reward model's does not have."""
-        return sum(graded(response.score) for response in self.responses) / len(self.responses)
+        return [graded(response.score) for response in self.responses]
+
+    @property
+    def mean_score(self) -> float:
+        return sum(self.scores) / len(self.responses)
 
 
 class GroupRequests:
@@ -292,8 +299,9 @@ class Rollouts:
         self._others: dict[tuple[str, int], list[Response]] = {}  # of evaluations
         self._awaited: set[tuple[str, int]] = set()
         self._batches_wanted = 0
-        self._filtered_for_batch = self._unstarted_for_batch = 0
-        self._exhausted = False
+        self._filtered_for_batch = self._unlike_for_batch = self._unstarted_for_batch = 0
+        self._range_said = self._exhausted = False
+        self._last = -1  # the greatest number of a prompt that was trained
         self._taken: dict[str, float] = {}
 
     # ---- training ---------------------------------------------------------------------------------------------------
@@ -319,8 +327,18 @@ class Rollouts:
                 "groups/kept_fraction": len(batch) / (len(batch) + self._filtered_for_batch),
                 "groups/trained_late": float(sum(g.is_late(version, self._max_staleness) for g in batch)),
             }
-        self._filtered_for_batch = self._unstarted_for_batch = 0
+            self._last = max(self._last, *(group.prompt.number for group in batch))
+        self._filtered_for_batch = self._unlike_for_batch = self._unstarted_for_batch = 0
         return batch
+
+    @property
+    def used_up(self) -> int:
+        """How many prompts are trained, with the batch last taken, or given up: of those up to the last one that is
+        trained, so that it does not depend on which engine was faster; all when nothing is left."""
+        waiting = [*self._in_flight, *(p.number for p in self._again), *(g.prompt.number for g in self._finished)]
+        if self._exhausted and not waiting:
+            return self.prompts.drawn
+        return self._last + 1 - sum(number < self._last for number in waiting)
 
     def pump(self) -> None:
         """Collects what has finished and asks for more, without waiting: call it while the policy is at work."""
@@ -424,7 +442,18 @@ class Rollouts:
         if not algo.dynamic_filtering_enable:
             return True
         low, high = algo.dynamic_filtering_range
-        return low < group.mean_score < high
+        is_kept, scores = low < group.mean_score < high, group.scores
+        least, most = min(scores), max(scores)
+        self._unlike_for_batch += not is_kept and least < most
+        if not self._range_said and ((least < most and not is_kept) or least < low or most > high):
+            self._range_said = True
+            logger.warning(
+                "dynamic sampling: a group has scores from %g to %g, mean %g, and algo.dynamic_filtering_range is %g "
+                "%g, of mean scores: it is %s. Groups that are neither all right nor all wrong are kept if the range "
+                "is that of the reward function's scores", least, most, group.mean_score, low, high,
+                "kept" if is_kept else "dropped, though its scores are unlike" if least < most else "dropped",
+            )  # fmt: skip
+        return is_kept
 
     def _count_unstarted(self) -> None:
         """A group with an episode in which the policy wrote nothing has no baseline: another prompt takes its place."""
@@ -442,11 +471,13 @@ class Rollouts:
         self._filtered_for_batch += 1
         size, most = self._batch_size, self._config.rollout.max_filter_batches
         if size + self._filtered_for_batch > most * size:
+            low, high = self._config.algo.dynamic_filtering_range
             raise FilterExhaustedError(
-                f"dynamic sampling used {size + self._filtered_for_batch} prompts for one batch of {size}: almost all "
-                "groups are all right or all wrong. Use easier or harder prompts, a wider "
-                "--algo.dynamic_filtering_range, or raise --rollout.max_filter_batches "
-                f"(now {most})."
+                f"dynamic sampling used {size + self._filtered_for_batch} prompts for one batch of {size}: of the "
+                f"{self._filtered_for_batch} groups that were dropped, whose mean scores are not between {low:g} and "
+                f"{high:g}, {self._unlike_for_batch} have unlike scores. Where that is none, use easier or harder "
+                "prompts; else a --algo.dynamic_filtering_range of the reward function's scores. Or raise "
+                f"--rollout.max_filter_batches (now {most})."
             )
 
     # ---- other prompts ----------------------------------------------------------------------------------------------
@@ -520,7 +551,8 @@ class Rollouts:
         prompts in flight."""
         given_up = {reason: list(entries) for reason, entries in self._given_up.items()}
         place, skip = self.prompts.state_dict(), sorted(self._skip)
-        state = {"prompts": place, "dropped": dict(self.dropped), "given_up": given_up, "skip": skip}
+        counts = {"dropped": dict(self.dropped), "given_up": given_up, "last": self._last}
+        state = {"prompts": place, "skip": skip, **counts}
         return state, list(self._finished), [*self._in_flight.values(), *self._again]
 
     def skip(self, numbers: Iterable[int]) -> None:
@@ -535,6 +567,7 @@ class Rollouts:
         self._given_up = defaultdict(list, state.get("given_up", {}))  # earlier releases had no ledger
         self._skip.update(state.get("skip", ()))  # and skipped nothing
         self._finished, self._again, self._exhausted = [], list(in_flight), False
+        self._last = state.get("last", state["prompts"]["drawn"] - 1)  # earlier releases kept none
         for group in finished:
             if group.prompt.number in self._skip:
                 self.give_up("skipped", [group.prompt])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -139,13 +140,13 @@ class ValueTrainer:
         self._shards = value_shards(batch, shaped, self.group_size, self.mini_batch_size, replicas, self.costs)
         return value_metrics(shaped)
 
-    def start_fit(self) -> list[Any]:
-        """Starts the optimizer steps of the batch last taken; every rank's result is the same metrics. Raises
-        RuntimeError: no batch was taken since the last call."""
+    def start_fit(self, before: Fraction, after: Fraction) -> list[Any]:
+        """Starts the optimizer steps of the batch last taken, which take the run from one share to another; every
+        rank's result is the same metrics. Raises RuntimeError: no batch was taken since the last call."""
         if self._shards is None:
             raise RuntimeError("the critic has no batch to train on: take() comes before start_fit()")
         shards, self._shards = self._shards, None
-        return self.group.ask_replicas("fit", shards)
+        return self.group.ask_replicas("fit", shards, before, after)
 
 
 def value_shards(

@@ -7,6 +7,8 @@ Every public method is a collective over all ranks of the model unless it says o
 from __future__ import annotations
 
 import math
+from collections import deque
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,6 +33,7 @@ from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, PackedBatch, SequenceBatch, sequence_batch
 from openrlhf_ext.megatron.step.optimizer import (
+    advance,
     build_optimizer,
     build_scheduler,
     gradient_norms,
@@ -96,6 +99,7 @@ class MegatronModel(BuiltModel):
         self.schedule = Schedule(self)
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: OptimizerParamScheduler | None = None
+        self._shares: deque[Fraction] = deque()  # of the run, completed with each of the next updates
         if settings.optimizer is not None:
             self.optimizer = build_optimizer(
                 self.models, settings.optimizer, settings.megatron, self.dtype, settings.adam_offload
@@ -153,6 +157,11 @@ class MegatronModel(BuiltModel):
             raise ValueError(f"{self.settings.model_path} was built without an optimizer, so it cannot be trained")
         return self.optimizer, self.scheduler
 
+    def plan_rates(self, before: Fraction, after: Fraction, updates: int) -> None:
+        """The next so many updates take the run from one share of its whole to another: the schedule goes by that.
+        Without this each update is a step of the schedule."""
+        self._shares = deque(before + (after - before) * Fraction(n, updates) for n in range(1, updates + 1))
+
     def optimizer_step(self, more: bool = False) -> dict[str, float]:
         """One update with the gradients of a schedule; the schedule moves first, so that no update is lost to rate 0.
         Returns ``grad_norm`` (before clipping), ``lr`` and, where Adam's states wait in host memory, this rank's
@@ -161,7 +170,9 @@ class MegatronModel(BuiltModel):
         may read them. Raises NonFiniteUpdateError: the gradient norm is not finite; no parameter has moved.
         """
         optimizer, scheduler = self._training_parts()
-        scheduler.step(1)
+        assert self.settings.optimizer is not None, "there is a scheduler"
+        share = self._shares.popleft() if self._shares else None
+        advance(scheduler, self.settings.optimizer, self.settings.updates, share)
         _, grad_norm, _ = optimizer.step()
         metrics = {"grad_norm": float(grad_norm or 0.0), "lr": optimizer.param_groups[0]["lr"]}
         if not more or self.average is not None:

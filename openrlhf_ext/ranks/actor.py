@@ -77,10 +77,10 @@ class RankActor:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def for_replica(self, method: str, part: Any) -> Any:
-        """Calls a method with the part of this rank's replica. The caller fetches what all ranks return, so only the
-        first rank of a replica answers."""
-        answer = getattr(self, method)(part)
+    def for_replica(self, method: str, part: Any, *shared: Any) -> Any:
+        """Calls a method with the part of this rank's replica, and what all get. The caller fetches what all ranks
+        return, so only the first rank of a replica answers."""
+        answer = getattr(self, method)(part, *shared)
         return answer if self.is_first_of_replica else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -38,11 +39,12 @@ class CriticActor(TrainedActor):
         return plain(self.critic.values(batch))
 
     @phase("training the critic")
-    def fit(self, mini_batches: list[CriticMiniBatch]) -> dict[str, float]:
+    def fit(self, mini_batches: list[CriticMiniBatch], before: Fraction, after: Fraction) -> dict[str, float]:
         """One optimizer step per mini-batch, ``max_epochs`` times over; means over the steps, the same on every
-        rank."""
+        rank. ``before`` and ``after``: share of the run that is completed, for the schedule."""
         self.reload_states()
         todo = mini_batches * self.max_epochs
+        self.critic.plan_rates(before, after, len(todo))
         steps = [
             self.critic.train_step(mini.batch, mini.targets, more=number < len(todo))
             for number, mini in enumerate(todo, start=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -197,14 +198,16 @@ class PolicyActor(TrainedActor):
 
     @phase("training")
     @timed("train")
-    def fit(self) -> dict[str, float]:
-        """One optimizer step per mini-batch, ``max_epochs`` times over; metrics are the same on every rank."""
+    def fit(self, before: Fraction, after: Fraction) -> dict[str, float]:
+        """One optimizer step per mini-batch, ``max_epochs`` times over; metrics are the same on every rank. ``before``
+        and ``after``: share of the run that is completed, for the schedule."""
         batch, shard = self.batch, self.shard
         if batch is None or shard is None or len(batch) != sum(len(mini) for mini in shard.mini_batches):
             raise RuntimeError("fit() trains the sequences of the last forward() or of the shard, and there are others")
         self.reload_states()
         self.movement.begin()
         mini_batches = [mini for _ in range(self.max_epochs) for mini in _mini_batches(batch, shard)]
+        self.policy.plan_rates(before, after, len(mini_batches))
         steps = []
         for number, mini in enumerate(mini_batches, start=1):
             with phase(f"update {number} of {len(mini_batches)}"):

@@ -17,7 +17,7 @@ from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.algorithms.kl import KLPenalty
 from openrlhf_ext.algorithms.methods.grpo import Grpo, GrpoOptions
 from openrlhf_ext.checkpoints.files import plain_copy
-from openrlhf_ext.driver.experience import ExperienceMaker, in_group_order, training_shards
+from openrlhf_ext.driver.experience import ExperienceMaker, responses_of, training_shards
 from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.driver.scoring import KLCoefficient, RewardScorer, Scorer, deal
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
@@ -80,13 +80,30 @@ def group(text: str, count: int) -> SimpleNamespace:
     return SimpleNamespace(prompt=SimpleNamespace(text=text), responses=[f"{text}{i}" for i in range(count)])
 
 
-def test_groups_are_sorted_by_prompt_and_kept_together():
-    assert in_group_order([group("b", 2), group("a", 2)], 2) == ["a0", "a1", "b0", "b1"]
+def ordered(texts: list[str], per_step: int, seed: int = 1, batches: int = 0) -> list[str]:
+    made = ExperienceMaker(None, None, group_size=2, mini_batch_size=2 * per_step, seed=seed)
+    made.batches = batches
+    return [each.prompt.text for each in made._ordered([group(text, 2) for text in texts])]
+
+
+def test_groups_are_sorted_by_prompt_where_there_is_one_update():
+    assert ordered(["b", "c", "a"], per_step=3) == ordered(["c", "b", "a"], per_step=4) == ["a", "b", "c"]
+    assert responses_of([group("b", 2), group("a", 2)], 2) == ["b0", "b1", "a0", "a1"]
+
+
+def test_mini_batches_are_random_parts_of_the_batch():
+    """The same whichever engine was faster; others in the next batch, and with another seed."""
+    texts = [f"{'Code' if i % 2 else 'Maths'} {i:02}" for i in range(32)]
+    order = ordered(texts, per_step=8)
+    assert sorted(order) == sorted(texts) and ordered(texts[::-1], per_step=8) == order
+    assert len({tuple(ordered(texts, 8, seed, batches)) for seed in (1, 2) for batches in (0, 1, 2)}) == 6
+    kinds = [{text.split()[0] for text in order[start : start + 8]} for start in range(0, 32, 8)]
+    assert all(found == {"Code", "Maths"} for found in kinds)
 
 
 def test_broken_groups_are_refused():
     with pytest.raises(ValueError, match="a group of 1 completions, rollout.n_samples_per_prompt is 2: 'b'"):
-        in_group_order([group("a", 2), group("b", 1)], 2)
+        responses_of([group("a", 2), group("b", 1)], 2)
 
 
 # ---- from groups to shards

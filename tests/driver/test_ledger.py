@@ -122,8 +122,8 @@ class Attempt(World):
         self.life.tick()
         super().tell(what)
 
-    def ask(self, method: str) -> list:
-        answer = super().ask(method)
+    def ask(self, method: str, *shares: Any) -> list:
+        answer = super().ask(method, *shares)
         self.requests.version = self.version
         return answer
 

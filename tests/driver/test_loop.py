@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from openrlhf_ext.driver.evaluation import HeldOut
 from openrlhf_ext.driver.experience import Experience
 from openrlhf_ext.driver.gauges import StepJudge
 from openrlhf_ext.driver.loop import TrainingLoop
+from openrlhf_ext.driver.progress import Progress
 from openrlhf_ext.driver.rollouts import Group, PromptStream, Rollouts, all_prompts
 from openrlhf_ext.driver.waits import Deadline
 from openrlhf_ext.megatron.step import NonFiniteUpdateError
@@ -58,6 +60,7 @@ class World:
     def __init__(self, *, with_critic: bool = False, **sections: dict[str, Any]) -> None:
         self.told: list[Any] = []
         self.version, self.grad_norm = 0, 0.5
+        self.shares: list[tuple[Fraction, ...]] = []  # of the run, before and behind each step
         self.saved: dict[int, Any] = {}
         self.saved_last: list[Any] = []
         self.during: dict[str, Any] = {}  # what happens while this is told
@@ -87,6 +90,7 @@ class World:
             ),
             gauges=SimpleNamespace(collect=lambda batch, metrics: {}),
             judge=StepJudge(config),
+            progress=Progress(6, config.rollout.batch_size),
             held_out=[held_out()],
             checkpointer=SimpleNamespace(
                 after_step=self.save, finish=lambda: self.told.append("finish"), poll=lambda: None,
@@ -109,7 +113,7 @@ class World:
         values = batch.targets_N / 10
         return LogprobEntropy(torch.zeros_like(values), values)
 
-    def fit_critic(self) -> list:
+    def fit_critic(self, *shares: Fraction) -> list:
         self.told.append("fit critic")
         return [{"loss/value": 1.0}]
 
@@ -117,7 +121,9 @@ class World:
         assert (method, parts) == ("take_shard", ["shard"])
         return [None]
 
-    def ask(self, method: str) -> list:
+    def ask(self, method: str, *shares: Fraction) -> list:
+        if method == "fit":
+            self.shares.append(shares)
         if method in ("weight_version", "rollout_stats"):
             return self._of_engines(method)
         self.tell(method)
@@ -489,7 +495,7 @@ def half_loop(requests: Requests) -> TrainingLoop:
     others = dict.fromkeys(("policy", "supervisor", "sharing", "gauges"))
     return TrainingLoop(
         config=how, rollouts=Rollouts(stream, requests, how, Deadline()), experience=Maker(), deadline=Deadline(),
-        step=7, initial_entropy=0.61, judge=StepJudge(how),
+        step=7, initial_entropy=0.61, judge=StepJudge(how), progress=Progress(40, how.rollout.batch_size),
         recorder=SimpleNamespace(last_evaluation=6), **others,
     )  # fmt: skip
 

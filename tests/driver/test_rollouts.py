@@ -155,8 +155,32 @@ def test_whatever_is_given_up_is_counted_and_named_once() -> None:
 
 def test_filtering_that_leaves_nothing_ends_the_run() -> None:
     made = rollouts(Requests(at_once=True), prompts=99, filter_range=(0.6, 1.0), max_filter_batches=3)
-    with pytest.raises(FilterExhaustedError, match="used 7 prompts for one batch of 2.*--rollout.max_filter_batches"):
+    words = "used 7 prompts for one batch of 2.*between 0.6 and 1, 0 have unlike scores.*--rollout.max_filter_batches"
+    with pytest.raises(FilterExhaustedError, match=words):
         made.take(0)
+
+
+class Unlike(Requests):
+    """Completions of a group have scores of -1 and 1."""
+
+    def answers(self, timeout_s: float) -> list:
+        return [
+            (key, [replace(one, score=float(2 * (i % 2) - 1), receipt=None) for i, one in enumerate(made)])
+            for key, made in super().answers(timeout_s)
+        ]
+
+
+@pytest.mark.parametrize("given", [(0.0, 1.0), (-1.0, 1.0)])
+def test_a_range_that_is_not_that_of_the_scores_is_said_at_the_first_group(caplog, given) -> None:
+    made = rollouts(Unlike(at_once=True), prompts=99, filter_range=given, max_filter_batches=3)
+    if given == (-1.0, 1.0):
+        assert len(made.take(0)) == 2 and not caplog.text
+        return
+    with pytest.raises(FilterExhaustedError, match="5 have unlike scores"):
+        made.take(0)
+    (said,) = caplog.messages
+    assert "a group has scores from -1 to 1, mean 0, and algo.dynamic_filtering_range is 0 1" in said
+    assert "dropped, though its scores are unlike" in said
 
 
 def test_while_groups_are_waited_for_it_is_told_how_many_have_come() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from fractions import Fraction
 
 import pytest
 import torch
@@ -68,14 +69,14 @@ def test_shares_of_the_replicas_add_up_to_the_loss_of_each_mini_batch(rollout, r
 
 def test_a_batch_is_trained_on_once(rollout):
     batch, whole = rollout
-    group = LocalGroup(2, 1, fit=lambda mini_batches: {"updates": len(mini_batches)})
+    group = LocalGroup(2, 1, fit=lambda mini_batches, *shares: {"updates": len(mini_batches)})
     trainer = ValueTrainer(group, group_size=2, mini_batch_size=4)
     with pytest.raises(RuntimeError, match=r"take\(\) comes before start_fit\(\)"):
-        trainer.start_fit()
+        trainer.start_fit(Fraction(0), Fraction(1))
     trainer.take(batch, get_algorithm("gae").shape(whole))
-    assert trainer.start_fit() == [{"updates": 2}] * 2
+    assert trainer.start_fit(Fraction(0), Fraction(1)) == [{"updates": 2}] * 2
     with pytest.raises(RuntimeError, match="no batch"):
-        trainer.start_fit()
+        trainer.start_fit(Fraction(0), Fraction(1))
 
 
 def test_metrics_of_values(rollout):

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,8 @@ from benchmarks.study.decoding import Sampled
 from benchmarks.study.settings import Evaluation, resolve
 from benchmarks.study.training import Rollout, StudyRun
 from openrlhf_ext.algorithms import algorithm_names, get_algorithm
+from openrlhf_ext.algorithms.groups import mini_batch_order
+from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import algorithm_options, initial_entropy_prompts
 from openrlhf_ext.options.sections.algo import CUSTOM, ESTIMATORS
 from openrlhf_ext.reporting import is_documented
@@ -111,7 +112,7 @@ def check_parity(task: Task, estimator: str) -> None:
         measured = task.metrics(estimator)[0]["algorithm/initial_entropy"]
         run.algorithm = get_algorithm(estimator, warn=False, **algorithm_options(run.config)[1], h_ini=measured)
     for record in records:
-        rollout = rollout_of(task, estimator, record["step"], run.tokenizer)
+        rollout = rollout_of(task, estimator, record["step"], run)
         trained = run.train(rollout, run.algorithm.shape(run.batch(rollout)), record["step"])
         assert trained["grad_norm"] == pytest.approx(record["grad_norm"], rel=1e-4), f"{estimator}: {record}"
     before, after = (
@@ -127,11 +128,14 @@ def check_parity(task: Task, estimator: str) -> None:
     assert math.hypot(*apart.values()) < PARITY * way, f"{estimator}: {apart} on a way of {way}"
 
 
-def rollout_of(task: Task, estimator: str, step: int, tokenizer: Any) -> Rollout:
+def rollout_of(task: Task, estimator: str, step: int, run: StudyRun) -> Rollout:
     """What the job trained on, in its order."""
+    tokenizer, group = run.tokenizer, run.config.rollout.n_samples_per_prompt
     lines = (task.folder / estimator / "samples.jsonl").read_text().splitlines()
     kept = sorted((r for r in map(json.loads, lines) if r["step"] == step), key=lambda record: record["prompt"])
     assert len(kept) == 32
+    order = mini_batch_order(32 // group, run.config.train.batch_size // group, RunConfig().train.seed, step - 1)
+    kept = [kept[place * group + i] for place in order for i in range(group)]
     return Rollout(
         prompts=tokenizer([record["prompt"] for record in kept], add_special_tokens=False)["input_ids"],
         sampled=Sampled(

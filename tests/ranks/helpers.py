@@ -18,10 +18,10 @@ class LocalGroup(RankGroup):
         self.calls: list[tuple[str, list]] = []
         self.answers: dict[str, list[Any]] = {}  # of methods without arguments, one for each replica
 
-    def ask_replicas(self, method: str, parts: Sequence[Any]) -> list[Any]:
+    def ask_replicas(self, method: str, parts: Sequence[Any], *shared: Any) -> list[Any]:
         assert len(parts) == self.layout.data_parallel_size, "one part for each replica"
         self.calls.append((method, list(parts)))
-        return self._of_first([self.methods[method](part) for part in parts])
+        return self._of_first([self.methods[method](part, *shared) for part in parts])
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         return self._of_first(self.answers[method])

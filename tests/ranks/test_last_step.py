@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,9 @@ class FakeModel:
     def train_step(self, *_: Any, more: bool = False) -> dict[str, float]:
         self.announced.append(more)
         return MEASURED
+
+    def plan_rates(self, before: Fraction, after: Fraction, updates: int) -> None:
+        assert (before, after) == (0, 1)
 
 
 class Batch(list):
@@ -55,7 +59,7 @@ def policy_actor(epochs: int, numbers: int = 0) -> tuple[PolicyActor, FakeModel]
     model = awake(actor, epochs)
     chunks = [torch.nn.Linear(numbers, 1, bias=False)] if numbers else []
     whole = SimpleNamespace(is_beside_weights=False)
-    step = {"train_step": lambda *step: model.train_step(more=step[-2])}
+    step = {"train_step": lambda *step: model.train_step(more=step[-2]), "plan_rates": model.plan_rates}
     actor.policy = SimpleNamespace(chunks=chunks, trained=whole, device=torch.device("cpu"), **step)
     actor.timers, actor.has_moved, actor.version, actor.seen = PhaseTimers(), False, 0, None
     actor.movement = SimpleNamespace(begin=lambda: None, end=lambda: None)
@@ -66,7 +70,7 @@ def policy_actor(epochs: int, numbers: int = 0) -> tuple[PolicyActor, FakeModel]
 def fit(actor: PolicyActor) -> None:
     actor.batch = Batch(range(6))
     actor.shard = SimpleNamespace(mini_batches=[MiniBatch(range(3)), MiniBatch(range(3))], seed=1)
-    actor.fit()
+    actor.fit(Fraction(0), Fraction(1))
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
@@ -108,5 +112,5 @@ def test_adapters_without_a_gradient_end_the_run_where_there_are_advantages(monk
 def test_a_critics_last_step_announces_no_other(epochs: int) -> None:
     actor = CriticActor.__new__(CriticActor)
     actor.critic = awake(actor, epochs)
-    actor.fit([SimpleNamespace(batch=None, targets=None)] * 2)
+    actor.fit([SimpleNamespace(batch=None, targets=None)] * 2, Fraction(0), Fraction(1))
     assert actor.critic.announced == [True] * (2 * epochs - 1) + [False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from functools import partial
 
 import torch
@@ -113,6 +114,17 @@ def build_scheduler(optimizer: MegatronOptimizer, options: Optimizer, updates: i
         wd_incr_steps=max(updates, 1),
         wd_incr_style="constant",
     )
+
+
+def advance(scheduler: OptimizerParamScheduler, options: Optimizer, updates: int, share: Fraction | None) -> None:
+    """Moves a schedule of ``updates`` steps to the rate of the next update: to that ``share`` of the whole, or one step
+    on where none is given. A warm-up of a number of steps goes by steps in any case."""
+    is_counted = isinstance(options, Actor) and options.lr_warmup_steps is not None
+    if share is None or (is_counted and scheduler.num_steps < scheduler.lr_warmup_steps):
+        scheduler.step(1)
+        return
+    scheduler.num_steps = max(scheduler.num_steps, float(share * updates))
+    scheduler.step(0)
 
 
 # ---- the norm of the gradient by group of parameters, of the whole model, each gradient counted once ----------------
