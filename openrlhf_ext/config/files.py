@@ -139,7 +139,7 @@ _VOCABULARY = Kind(
     lambda v: list_of(_PAIR).holds(v) or (isinstance(v, dict) and all(map(is_integer, v.values()))),
 )
 _MERGE = Kind("a text or a list of texts", lambda v: isinstance(v, str) or list_of(TEXT).holds(v))
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+_TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/default.jinja")  # as transformers 5.15 reads them
 
 
 _KNOWN = shipped("configs/models")
@@ -192,12 +192,15 @@ def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
         return None
     settings = path / "tokenizer_config.json"
     try:
-        if settings.is_file() and read_json(settings).get("chat_template"):
-            return None
+        template = read_json(settings).get("chat_template") if settings.is_file() else None
     except InputError as error:
         return f"has a file that cannot be used: {error}"
+    names = [one.get("name") for one in template if isinstance(one, dict)] if isinstance(template, list) else []
+    if (isinstance(template, str) and template) or "default" in names:
+        return None
+    unread = "; chat_template.json is read of processors alone" if (path / "chat_template.json").is_file() else ""
     return (
-        "has a tokenizer without a chat template (a base model?): leave data.apply_chat_template out and use "
+        f"has a tokenizer without a chat template (a base model?){unread}: leave data.apply_chat_template out and use "
         "data.input_template, or take the instruct model's tokenizer"
     )
 
@@ -326,7 +329,8 @@ def downloaded(option: str, name: str) -> str:
 
     logger.info("downloading %s", name)
     try:
-        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
+        return snapshot_download(name, allow_patterns=patterns)
     except (OSError, ValueError, HTTPError, EntryNotFoundError) as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         message = (

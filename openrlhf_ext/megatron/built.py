@@ -97,7 +97,9 @@ class BuiltModel:
         self.load_weights()
         self.trained = trained_of(self)
         self.trained.build()
-        self.side_files = read_side_files(settings.model_path) if dist.get_rank() == 0 else {}
+        self.side_files = (
+            read_side_files(settings.model_path, settings.chat_template) if dist.get_rank() == 0 else {}
+        )
         self.models = [self._wrap(chunk) for chunk in self.chunks]
 
     def read_shape(self) -> ModelShape:

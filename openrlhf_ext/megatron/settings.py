@@ -37,6 +37,7 @@ class ModelSettings:
     aux_loss_coef: float = 0.0  # of the loss that balances the load of experts (``experts.balance_loss``)
     adam_offload: bool = False  # Adam's states wait in host memory (``step.host_optimizer``)
     max_len: int | None = None  # tokens of the longest sequence, by which longrope chooses its frequencies
+    chat_template: str | None = None  # that it is trained through, where that is not its tokenizer's own
     normalize_values: bool = False  # values minus mean, by std, of the checkpoint's config.json
 
     def tokens_per_micro_batch(self, forward_only: bool) -> int | None:

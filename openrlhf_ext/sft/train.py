@@ -130,6 +130,7 @@ def settings(config: SupervisedConfig, updates: int) -> ModelSettings:
         path, config.layout, config.megatron, rollout, Train(**dict(config.train)),
         layer_converters(config, read_model_shape(path).family), config, updates,
         aux_loss_coef=config.model.aux_loss_coef, max_len=config.data.max_len,
+        chat_template=config.data.tokenizer_chat_template,
         adam_offload=config.ds.optimizer_on_host,
     )  # fmt: skip
 

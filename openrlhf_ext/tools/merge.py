@@ -16,6 +16,7 @@ from openrlhf_ext.megatron.model.hf_files import (
     describe,
     read_side_files,
     save_hf,
+    tokenizer_files,
     unaccounted_tensors,
 )
 from openrlhf_ext.megatron.model.shape import read_model_shape
@@ -26,9 +27,9 @@ _ENTRIES_AT_ONCE = 1 << 26
 
 
 def merge(adapter: str | Path, target: str | Path, base: str | Path | None = None) -> dict[str, int]:
-    """Writes W + alpha / r B A, computed in fp32, with the base's (widest) dtype, configuration and tokenizer; returns
-    the size of every file in bytes. ``base``: None: the one that the adapter names. Raises InputError, WeightMapError:
-    a folder lacks something, or the adapter is another model's."""
+    """Writes W + alpha / r B A, computed in fp32, with the base's (widest) dtype and configuration, and the adapter's
+    tokenizer; returns the size of every file in bytes. ``base``: None: the one that the adapter names. Raises
+    InputError, WeightMapError: a folder lacks something, or the adapter is another model's."""
     base = base_of(adapter) if base is None else base
     shape = read_model_shape(base)
     found = read_adapter(adapter, shape.family)
@@ -43,7 +44,11 @@ def merge(adapter: str | Path, target: str | Path, base: str | Path | None = Non
     # a checkpoint that is written has one
     dtype = max((_DTYPES[weights.header(tensor.name)[1]] for tensor in tensors), key=lambda one: one.itemsize)
     rows = (part for tensor in tensors for part in _merged(tensor, weights, low_rank, found, dtype))
-    return save_hf(rows, tensors, dtype, read_side_files(base), target)
+    # the adapter's folder has the tokenizer that it was trained with, unless another program wrote it
+    files, own = read_side_files(base), tokenizer_files(adapter)
+    of_base = tokenizer_files(base).keys() if own else ()
+    kept = {name: content for name, content in files.items() if name not in of_base}
+    return save_hf(rows, tensors, dtype, kept | own, target)
 
 
 def _merged(

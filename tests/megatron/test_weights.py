@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
+from openrlhf_ext.config.files import tokenizer_fault
 from openrlhf_ext.fp8.recipe import Recipe
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layers.fp8 import FP8Layers
@@ -24,6 +26,7 @@ from openrlhf_ext.megatron.model.hf_files import (
     describe,
     read_side_files,
     save_hf,
+    set_aside_hf,
     unaccounted_parameters,
 )
 from openrlhf_ext.megatron.model.hf_weights import BUCKET_BYTES, Ownership
@@ -43,7 +46,7 @@ from openrlhf_ext.megatron.model.weight_map import (
 )
 from openrlhf_ext.megatron.policy import MegatronPolicy
 from tests.launch import launch
-from tests.models import make_tiny_model, rows_of, save_tensors
+from tests.models import make_tiny_model, make_tiny_policy, rows_of, save_tensors
 
 FAMILIES = [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True)]
 LLAMA3_ROPE = {
@@ -385,3 +388,32 @@ def test_weights_say_that_the_fp8_they_were_trained_in_was_emulated(tmp_path):
             trained=SimpleNamespace(write=lambda target, entries, value: entries),
         )  # fmt: skip
         assert MegatronPolicy.save_hf(policy, tmp_path) == changes
+
+
+def test_side_files_are_all_that_a_tokenizer_is_read_from(tmp_path):
+    """Also templates in a folder of their own; an earlier checkpoint's are set aside."""
+    make_tiny_policy(tmp_path / "source", chat_template="{{ messages[0].content }}")
+    source = tmp_path / "source"
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (source / "chat_template.jinja").unlink(missing_ok=True)
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    (source / "additional_chat_templates").mkdir()
+    for name in ("default", "tools"):
+        (source / f"additional_chat_templates/{name}.jinja").write_text(f"{name}: {{{{ messages[0].content }}}}")
+    assert tokenizer_fault(str(source), chat=True) is None
+    target, chat = tmp_path / "target", [{"role": "user", "content": "1"}]
+    tensors = load_file(source / "model.safetensors")
+    save_tensors(tensors, source, target)
+    save_tensors(tensors, source, target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "default: 1"
+    assert tokenizer.apply_chat_template(chat, chat_template="tools", tokenize=False) == "tools: 1"
+    aside = set_aside_hf(target)
+    assert (aside / "additional_chat_templates/tools.jinja").exists()
+    assert [path.name for path in target.iterdir()] == ["superseded.1"]
+    assert read_side_files(source, "[{{ m }}]")["chat_template.jinja"] == b"[{{ m }}]"
+    assert "additional_chat_templates/default.jinja" not in read_side_files(source, "x")
+    shutil.rmtree(source / "additional_chat_templates")
+    (source / "chat_template.json").write_text('{"chat_template": "x"}')
+    assert "chat_template.json is read of processors alone" in tokenizer_fault(str(source), chat=True)

@@ -23,6 +23,7 @@ from openrlhf_ext.cli import train_sft
 from openrlhf_ext.cli.report import main as report
 from openrlhf_ext.locks import FolderLock
 from openrlhf_ext.run.ending import listened
+from openrlhf_ext.tools.merge import merge
 from tests.config.conftest import load_supervised
 from tests.launch import launch
 from tests.models import make_tiny_policy
@@ -177,6 +178,7 @@ RESUMED = {
     "lora": (2, {"ds__lora__rank": 4, "ds__lora__dropout": 0.1, "train__max_epochs": 1}),
 }  # fmt: skip
 """Name: the step of the checkpoint, and options."""
+TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}{% if add_generation_prompt %}[{% endif %}"
 
 
 def test_a_resumed_run_ends_in_the_same_bits(task, monkeypatch, capsys):
@@ -192,7 +194,12 @@ def test_a_resumed_run_ends_in_the_same_bits(task, monkeypatch, capsys):
     (task.folder / "damaged/model.safetensors").write_bytes(b"of an earlier run")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(task.folder))
-    task.train(1, *whole, *saved, damaged)
+    templated = {"data__apply_chat_template": True, "data__tokenizer_chat_template": TEMPLATE, "train__max_epochs": 1,
+                 "ckpt__save_steps": 2, "ckpt__save_hf": True}  # fmt: skip
+    templates = [task.words("templated", **templated), task.words("templated_lora", **templated, ds__lora__rank=2)]
+    templates = [[word for word in words if word not in ("--data.input_template", "null")] for words in templates]
+    task.train(1, *whole, *saved, damaged, *templates)
+    check_templates(task)
     wanted = {name: digest(task.folder / f"{name}_whole") for name in RESUMED}
     for name, (at, _) in RESUMED.items():
         folder = task.folder / f"{name}_saved"
@@ -226,6 +233,18 @@ def test_a_resumed_run_ends_in_the_same_bits(task, monkeypatch, capsys):
     assert [event["resume_step"] for event in task.events("damaged") if event["event"] == "resumed"] == [4]
     assert list(task.folder.glob("boards/*/events.out.tfevents.*"))
     assert list(task.folder.glob("wandb/offline-run-*/*.wandb"))
+
+
+def check_templates(task: Task) -> None:
+    """Whatever is loaded of a run renders as it was trained: weights, adapter, checkpoint, merged."""
+    whole, lora = task.folder / "templated", task.folder / "templated_lora"
+    assert merge(lora, task.folder / "merged")
+    saved = [*whole.glob("steps/global_step2_hf"), *lora.glob("steps/global_step2_hf")]
+    assert len(saved) == 2
+    chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    for folder in (whole, lora, *saved, task.folder / "merged"):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer.apply_chat_template(chat, tokenize=False) == "[1+1=][2]", folder
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from openrlhf_ext.checkpoints.files import free_name, fsync_folder, write_durably, write_file
 from openrlhf_ext.checkpoints.tensors import safetensors_chunks
-from openrlhf_ext.inputs import FILE_NAME, InputError, map_of, read_json, reading, shown
+from openrlhf_ext.inputs import FILE_NAME, INNER_PATH, InputError, map_of, read_json, reading, shown
 from openrlhf_ext.megatron.model.adapter import CONFIG, WEIGHTS
 from openrlhf_ext.megatron.model.folder import INDEX, SINGLE, require_tied_head
 from openrlhf_ext.megatron.model.shape import ModelShape
@@ -96,23 +96,47 @@ class HFCheckpoint:
 # ---- writing a checkpoint directory -----------------------------------------------------------------------------
 
 _CONFIGS = ("config.json", CONFIG)
-_SIDE_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
+_SETTINGS = "tokenizer_config.json"
+_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # as transformers 5.15 reads them
+_OF_MODEL = ("config.json", "generation_config.json")
+_OF_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "*.spm", "*.tiktoken",
+    "tiktoken.model", "tekken.json", _TEMPLATE, f"{_TEMPLATES}/*.jinja",
 )  # fmt: skip
 
 
-def read_side_files(source: str | Path) -> dict[str, bytes]:
-    """Configuration and tokenizer files of a checkpoint by name: what ``save_hf`` puts beside the weights. Raises
-    InputError: there is no config.json, or a file cannot be read."""
+def read_side_files(source: str | Path, chat_template: str | None = None) -> dict[str, bytes]:
+    """Configuration and tokenizer files of a checkpoint by name: what ``save_hf`` puts beside the weights.
+
+    Args:
+        chat_template: the model is trained through it, in the place of the tokenizer's own.
+
+    Raises:
+        InputError: there is no config.json, or a file cannot be read.
+    """
     source = Path(source)
     if not (source / "config.json").is_file():
         raise InputError(f"{source} holds no config.json, without which nothing can load what is trained from it")
+    found = _read(source, (*_OF_MODEL, *_OF_TOKENIZER))
+    if chat_template is None:
+        return found
+    settings = read_json(source / _SETTINGS) if _SETTINGS in found else {}
+    settings.pop("chat_template", None)
+    found.pop(f"{_TEMPLATES}/default.jinja", None)
+    return found | {_SETTINGS: json.dumps(settings, indent=2).encode(), _TEMPLATE: chat_template.encode()}
+
+
+def tokenizer_files(source: str | Path) -> dict[str, bytes]:
+    """The files of a folder that its tokenizer is read from; empty if it has none."""
+    return _read(Path(source), _OF_TOKENIZER)
+
+
+def _read(source: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     found = {}
-    for name in _SIDE_FILES:
-        if (source / name).exists():
-            with reading(source / name):
-                found[name] = (source / name).read_bytes()
+    for path in (path for pattern in patterns for path in sorted(source.glob(pattern))):
+        with reading(path):
+            found[path.relative_to(source).as_posix()] = path.read_bytes()
     return found
 
 
@@ -168,7 +192,8 @@ def save_hf(
     if config_changes:
         config = read_json(temporary / "config.json") | dict(config_changes)
         write_file(temporary, "config.json", [json.dumps(config, indent=2, sort_keys=True).encode()])
-    sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+    files = (path for path in sorted(temporary.rglob("*")) if path.is_file())
+    sizes = {path.relative_to(temporary).as_posix(): path.stat().st_size for path in files}
     if exists:
         write_file(temporary, _FILES, [json.dumps(sizes).encode()])
         temporary.rename(_complete(target))
@@ -202,7 +227,8 @@ def set_aside_hf(target: str | Path) -> Path | None:
     aside = free_name(target / "superseded")
     aside.mkdir()
     # the configuration first: a loader finds a whole checkpoint or none
-    for path in [*(target / n for n in (CONFIG, *_SIDE_FILES, "README.md") if (target / n).exists()), *weights]:
+    patterns = (CONFIG, *_OF_MODEL, *_OF_TOKENIZER[:-1], _TEMPLATES, "README.md")
+    for path in [*(path for pattern in patterns for path in target.glob(pattern)), *weights]:
         path.rename(aside / path.name)
     return aside
 
@@ -230,10 +256,10 @@ def _replace(target: Path) -> None:
     be repeated: what is in the complete folder still has to be moved, ``config.json`` last."""
     complete = _complete(target)
     names = read_json(complete / _FILES)
-    if outside := [name for name in names if not FILE_NAME.holds(name)]:
+    if outside := [name for name in names if not INNER_PATH.holds(name)]:
         raise InputError(
-            f"{complete / _FILES}: {shown(outside[0])} must be {FILE_NAME.words}: no program of this package wrote it; "
-            f"remove {complete}"
+            f"{complete / _FILES}: {shown(outside[0])} must be {INNER_PATH.words}: no program of this package wrote "
+            f"it; remove {complete}"
         )
     fsync_folder(target)
     for config in _CONFIGS:
@@ -244,6 +270,7 @@ def _replace(target: Path) -> None:
             stale.unlink()
     for name in sorted(names, key=lambda name: name in _CONFIGS):
         if (complete / name).exists():
+            (target / name).parent.mkdir(exist_ok=True)
             (complete / name).replace(target / name)
     fsync_folder(target)
     complete.rename(_inside(target))
@@ -385,9 +412,13 @@ def unaccounted_tensors(checkpoint: HFCheckpoint, shape: ModelShape) -> Problems
 
 
 def saved_generation_config(folder: Path) -> GenerationConfig | None:
+    """That of the folder. Where it has none, config.json says what ends a completion, as for vLLM and transformers."""
     from transformers import GenerationConfig
 
-    return GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder)
+    ends = read_json(folder / "config.json").get("eos_token_id")
+    return None if ends is None else GenerationConfig(eos_token_id=ends)
 
 
 def end_tokens(saved: GenerationConfig | None, tokenizer: Any) -> list[int]:
