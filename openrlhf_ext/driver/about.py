@@ -25,6 +25,8 @@ from openrlhf_ext.options.sections import HeldOutSet
 from openrlhf_ext.patches.environment import code_version
 from openrlhf_ext.redaction import redact, redacted
 from openrlhf_ext.reporting import duration, read_metrics
+from openrlhf_ext.reporting.lines import read_lines
+from openrlhf_ext.reporting.starts import Start, starts_of
 from openrlhf_ext.run.checkpoints import resumption
 from openrlhf_ext.run.ending import INTERRUPTED
 from openrlhf_ext.run.records import about
@@ -35,6 +37,7 @@ _FEW_STEPS = 5
 _COMMAND = "openrlhf-ext"
 _SOME_DATA = "HELD_OUT.jsonl"  # where the run has no file of held-out problems
 CARD = "README.md"
+_ESTIMATOR = "algo.advantage.estimator"
 _MARK = "openrlhf_ext"  # of the cards that are ours
 _SNAPSHOT = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/(\w+)$")  # huggingface_hub's cache
 _DATA = ("data.prompt_dataset", "eval.dataset")
@@ -167,19 +170,41 @@ def _lines(config: RunConfig, name: str) -> Iterator[str]:
     head |= {"base_model": base, "base_model_relation": relation} if is_hub_name(base) else {}
     yield "---"
     yield from (f"{key}: {json.dumps(value)}" for key, value in head.items())
-    yield from ("tags:", f"- {_MARK}", "- reinforcement-learning", f"- {method}", "---", "", f"# {name}", "")
+    starts = _starts(config)
+    methods = dict.fromkeys([*(str(start.options.get(_ESTIMATOR, method)) for start in starts), method])
+    yield from ("tags:", f"- {_MARK}", "- reinforcement-learning", *(f"- {each}" for each in methods), "---", "")
+    yield from (f"# {name}", "")
     of_revision = f" (revision {revision})" if revision else ""
     yield f"`{base}`{of_revision}, trained by reinforcement learning with {_MARK} {code_version()},"
     yield f"{datetime.now(UTC):%Y-%m-%d}. Written by the run itself; change it as you like."
     yield from ("", "## Numbers", "", *_card_numbers(config))
-    yield from ("", "## Method", "", f"Estimator `{method}` (algo.advantage.estimator), with these options:", "")
+    of_last = ""
+    if len(starts) > 1:
+        of_last = f", {starts[-1].steps}"
+        yield from ("", "## Starts", "", "The run went on with other options:", "")
+        yield from _table(("steps", "options"), [(start.steps, _changed(start, starts)) for start in starts])
+    yield from ("", "## Method", "")
+    yield from (f"Estimator `{method}` ({_ESTIMATOR}){of_last}, with these options:", "")
     yield from _table(("option", "value"), sorted({**options, "importance correction": correction or "off"}.items()))
     yield from ("", "## Data", "")
     yield from _table(("use", "name", "SHA-256"), _data(config))
-    yield from ("", "## Options that the run was given", "")
+    yield from ("", f"## Options that the run was given{of_last}", "")
     yield from _table(("option", "value"), _given(config))
     yield from ("", "## License", "")
     yield from ("That of the base model and of the data, which the run does not know: add it before publishing.", "")
+
+
+def _starts(config: RunConfig) -> list[Start]:
+    events = Path(str(config.logger.metrics_path)).with_name("events.jsonl")
+    return starts_of(line for _, line in read_lines(events)) if events.is_file() else []
+
+
+def _changed(start: Start, starts: Sequence[Start]) -> str:
+    """The options of a start that are not the same in all; of paths the last name."""
+    names = {name for each in starts for name, value in each.options.items() if start.options.get(name) != value}
+    paths = {name for name in names if (option := option_table().get(name)) is not None and option.info.path}
+    values = {name: start.options.get(name) for name in sorted(names)}
+    return ", ".join(f"`{n}` {Path(str(v)).name if n in paths else v}" for n, v in values.items())
 
 
 def _base(path: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,22 @@ def test_the_readme_of_somebody_else_stays(tmp_path, caplog):
 def test_the_card_of_an_adapter_says_what_it_is(tmp_path):
     head = yaml.safe_load(card_of(tmp_path, **{"ds.lora.rank": 8}).split("---\n")[1])
     assert (head["library_name"], head["base_model_relation"]) == ("peft", "adapter")
+
+
+def test_a_run_that_went_on_with_another_method_says_which_steps_were_whose(tmp_path):
+    (tmp_path / "mine").mkdir()
+    given = {"algo.advantage.estimator": "grpo", "actor.adam.lr": 3e-4, "data.prompt_dataset": "/a/x.jsonl"}
+    events = [
+        {"event": "start", "resume_step": 0, "options": given},
+        {"event": "start", "resume_step": 2, "options": given | {
+            "algo.advantage.estimator": "dapo", "actor.adam.lr": 1e-4, "data.prompt_dataset": "/b/y.jsonl",
+        }},
+    ]  # fmt: skip
+    lines = (json.dumps({"step": 0, "time": 1.0, **event}) + "\n" for event in events)
+    (tmp_path / "mine/events.jsonl").write_text("".join(lines))
+    card = card_of(tmp_path)
+    assert yaml.safe_load(card.split("---\n")[1])["tags"][2:] == ["grpo", "dapo"]
+    assert "| steps 1 to 2 | `actor.adam.lr` 0.0003, `algo.advantage.estimator` grpo, " in card
+    assert "| from step 3 | `actor.adam.lr` 0.0001, `algo.advantage.estimator` dapo, " in card
+    assert "`data.prompt_dataset` y.jsonl" in card and "/b/" not in card
+    assert "Estimator `dapo` (algo.advantage.estimator), from step 3, with these options:" in card

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from openrlhf_ext.redaction import redacted
 from openrlhf_ext.reporting import METRICS, Metric, read_metrics
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.reporting.progress import SMOOTHED_FROM, moving_mean, smoothing_window
+from openrlhf_ext.reporting.starts import Start, starts_of
 from openrlhf_ext.run.ledger import LEDGER, Audit
 from openrlhf_ext.tools.explain.picture import Color, Palette, Quantity, ink_on
 
@@ -74,6 +76,18 @@ class Run:
     def start(self) -> Record:
         """The last event of a start: options, versions, hardware, layout; empty if there is none."""
         return next((event for event in reversed(self.events) if event["event"] == "start"), {})
+
+    def values_of(self, option: str) -> list[str]:
+        """An option's value; of starts that have other values each with its steps; empty: no start has it."""
+        starts = [start for start in self.starts if option in start.options]
+        texts = [json.dumps(start.options[option], ensure_ascii=False).strip('"') for start in starts]
+        if len({*texts}) < 2:
+            return texts[:1]
+        return [f"{text} ({start.steps})" for text, start in zip(texts, starts, strict=True)]
+
+    @cached_property
+    def starts(self) -> list[Start]:
+        return starts_of(self.events)
 
     @property
     def state(self) -> str:
@@ -216,7 +230,7 @@ def _run(run: Run, window: int, now: float) -> dict[str, Any]:
     steps, options = run.steps, run.start.get("options", {})
     due = next((event.get("steps") for event in reversed(run.events) if event["event"] == "ready"), None)
     model = options.get("actor.model_name_or_path") or options.get("model.model_name_or_path")
-    about = [options.get("algo.advantage.estimator"), model]
+    about = [*run.values_of("algo.advantage.estimator"), model]
     return {
         "name": run.name, "state": run.state,
         "about": ", ".join(str(part).rstrip("/").rsplit("/", 1)[-1] for part in about if part),
@@ -470,12 +484,10 @@ def _options(runs: Sequence[Run]) -> list[dict[str, Any]]:
     given = [set(run.start.get("set", ())) for run in runs]
     rows = []
     for name in dict.fromkeys(name for one in options for name in one):
-        known = {json.dumps(one[name], ensure_ascii=False).strip('"') for one in options if name in one}
-        values = [
-            json.dumps(one[name], ensure_ascii=False).strip('"') if name in one else _NO_OPTION if one else None
-            for one in options
-        ]
+        found = [run.values_of(name) for run in runs]
+        values = [", ".join(one) or (_NO_OPTION if of else None) for one, of in zip(found, options, strict=True)]
         is_set = any(key == name or key.startswith(f"{name}.") for keys in given for key in keys)
+        known = {value for one in found for value in one}
         differs = len(known) > 1 or (is_set and _NO_OPTION in values)
         rows.append({"name": name, "values": values, "differs": differs, "set": is_set})
     return rows

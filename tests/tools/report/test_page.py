@@ -162,6 +162,18 @@ def test_every_headline_has_words_and_an_option_of_one_command_is_no_difference(
     }  # fmt: skip
 
 
+def test_options_of_several_starts_have_their_steps(tmp_path):
+    run = read_runs([make_run(tmp_path / "run", 4, options={"algo.advantage.estimator": "grpo", "train.seed": 1})])[0]
+    (first,) = [event for event in run.events if event["event"] == "start"]
+    other = first["options"] | {"algo.advantage.estimator": "dapo"}
+    run.events.append(first | {"resume_step": 2, "options": other})
+    data = page_data([run], None, lambda: 1.8e9)
+    assert data["runs"][0]["about"].startswith("grpo (steps 1 to 2), dapo (from step 3)")
+    rows = {row["name"]: (row["values"], row["differs"]) for row in data["options"]}
+    assert rows["algo.advantage.estimator"] == (["grpo (steps 1 to 2), dapo (from step 3)"], True)
+    assert rows["train.seed"] == (["1"], False)
+
+
 def test_colors_choices_and_keys(browser, tmp_path):
     page = tmp_path / "report.html"
     options = ({"actor.adam.lr": 1e-6}, {"actor.adam.lr": 2e-6, "data.prompt_dataset": HOSTILE})
