@@ -24,6 +24,7 @@ from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.inputs import InputError, reading, require_one_beginning
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
 from openrlhf_ext.options import required
+from openrlhf_ext.sft.gauges import known_fraction
 from openrlhf_ext.sft.turns import Example, ExampleForm, Refused
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ def read_examples(config: SupervisedConfig) -> tuple[SequenceBatch, SequenceBatc
     held_out = None
     if config.eval.dataset is not None:
         held_out = _tokenized(config, config.eval.dataset, config.eval.split, None, tokenizer)
+        if known := known_fraction(held_out, examples):
+            logger.warning("eval.dataset: %.1f %% of its examples are trained on", 100 * known)
     return examples, held_out
 
 

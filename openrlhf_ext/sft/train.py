@@ -163,10 +163,7 @@ class Supervised:
         events.note("ready", steps=self.steps, processes={})
 
     def _example_gauges(self, arrays: Arrays) -> ExampleGauges:
-        """Says if held-out examples are no such."""
         self.known = 0.0 if self.held_out is None else known_fraction(self.held_out, self.examples)
-        if self.known:
-            logger.warning("eval.dataset: %.1f %% of its examples are trained on", 100 * self.known)
         path = Path(required(self.config.model_path, "model.model_name_or_path"))
         tokenizer = AutoTokenizer.from_pretrained(path, use_fast=not self.config.data.disable_fast_tokenizer)
         ends = end_tokens(saved_generation_config(path), tokenizer)
