@@ -55,9 +55,15 @@ def row_costs(shape: ModelShape, megatron: Megatron, layout: ParallelLayout) -> 
     return RowCosts(shape.attention_length, megatron.share_prompts_enable and not whole)
 
 
+# oneDNN, and torch around it, keep a kernel for every shape of a batch, 1,024 by default: a process that computes on a
+# CPU grows by a MiB a step for a thousand steps. With so few no step is slower (benchmarks/results/soak_cpu.json).
+_KERNELS_KEPT = 16
+_KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+
+
 def training_environment(config: Any) -> dict[str, str]:
     """What a training process must find in its environment before its layers are imported, of a ``RunConfig``."""
-    env: dict[str, str] = {}
+    env = {name: os.environ.get(name, str(_KERNELS_KEPT)) for name in _KERNEL_CACHES}
     if (cudnn := wheel_folder("cudnn")) is not None:
         # TransformerEngine 2.11 looks for libcudnn.so in the CUDA toolkit before torch's wheel (its
         # common/__init__.py:296-307), and would load a second one. That is not all it takes: the libraries beside

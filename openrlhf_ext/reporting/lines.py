@@ -16,6 +16,7 @@ import numbers
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Self
 
@@ -186,9 +187,11 @@ class MetricsWriter(Writer):
         return record
 
 
-def read_metrics(path: str | Path) -> list[Record]:
-    """Records in file order, NaN and infinities restored; a last line that a dying run left unfinished is left out."""
-    return [_restored(record, path, number) for number, record in read_lines(path)]
+def read_metrics(path: str | Path, names: AbstractSet[str] | None = None) -> list[Record]:
+    """Records in file order, NaN and infinities restored; a last line that a dying run left unfinished is left out.
+    ``names``: which metrics of each are kept, None = all."""
+    records = (_restored(record, path, number) for number, record in read_lines(path))
+    return [each if names is None else {name: each[name] for name in names & each.keys()} for each in records]
 
 
 def _plain(record: Record) -> Record:

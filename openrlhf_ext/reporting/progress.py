@@ -6,6 +6,7 @@ asks the other: the status has no line end, and whatever else is written first t
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -277,7 +278,8 @@ def write_figure(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    records = read_metrics(metrics_path)
+    shown = {"step", *(name for panel in panels for name in (panel[0], panel[1], f"{panel[1]}_stderr"))}
+    records = read_metrics(metrics_path, shown)
     figure = Figure(figsize=(10, 7), layout="constrained")
     for axes, (train, held_out, panel_title, unit) in zip(figure.subplots(2, 2).flat, panels, strict=True):
         _draw(axes, records, train, held_out)
@@ -285,6 +287,11 @@ def write_figure(
     figure.suptitle(title)
     with in_one_piece(Path(out_png)) as partial:
         FigureCanvasAgg(figure).print_png(partial)
+    # A figure is a cycle of some 10,000 objects: left to the collector's own time they are spread over a heap that
+    # grows with the steps of the run (benchmarks/results/soak_cpu.json).
+    figure.clear()
+    del figure, axes
+    gc.collect()
 
 
 def _draw(axes: Axes, records: list[Record], train: str, held_out: str | None) -> None:
