@@ -59,7 +59,9 @@ class TestOpenRLHF:
                 changed.add(name)
             forms = {"*": "many", "+": "many", 2: "pair", None: "one", 0: "flag"}
             assert TABLE[name].arity == forms[action.nargs], name
-        assert changed == {"logger.wandb.run_name", "muon.no_nesterov"}, "a time; a second flag for muon.nesterov"
+        assert changed == {"logger.wandb.run_name", "muon.no_nesterov", "eval.split"}, (
+            "a time; a second flag for muon.nesterov; a held-out split where there is one"
+        )
 
 
 def test_a_configuration(words, tmp_path):
