@@ -84,7 +84,7 @@ DIFFERENCES = (
     Difference("vllm.gpu_memory_utilization", "0.95", "0.95; 0.8 with train.colocate_all",
         "a policy that shares the GPU keeps its context, NCCL's buffers and staging there"),
     Difference("reward.clip_range", "-10 10", "-10 10 with OpenRLHF's estimators", "other methods do not clip rewards"),
-    Difference("eval.split", "train", "validation, test, ... where there is one", "held-out prompts are not trained on"),
+    Difference("eval.split", "train", "validation, test, ... where there is one", "held-out means held out"),
     Difference("ds.packing_samples", "false", "true", "micro-batches are always packed without padding"),
     Difference("actor.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),
     Difference("critic.lr_scheduler", "any of transformers", "five of them", "the schedule is Megatron's"),
