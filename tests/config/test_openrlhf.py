@@ -49,7 +49,8 @@ def test_defaults_differ_only_where_documented(actions):
     changed -= {"actor.muon.no_nesterov", "critic.muon.no_nesterov"}  # a second flag for muon.nesterov
     assert changed <= {difference.name for difference in DIFFERENCES}
     assert changed == {"algo.kl.init_coef", "vllm.num_engines", "vllm.sync_backend",
-                       "vllm.gpu_memory_utilization", "reward.clip_range", "ds.packing_samples", "eval.split"}  # fmt: skip
+                       "vllm.gpu_memory_utilization", "reward.clip_range", "ds.packing_samples",
+                       "eval.split"}  # fmt: skip
 
 
 def test_choices_differ_only_where_documented(actions):
