@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _SHOWN = 10
+_FROM = "--from"
 _NO_GAIN = 0.99  # of the seconds of a step
 _SLEEP = ("train.colocate_all", "ds.enable_sleep", "vllm.enable_sleep", "train.dynamic_batch_enable")
 _GROUP, _USUAL_GROUP = "rollout.n_samples_per_prompt", 8
@@ -41,9 +42,10 @@ def main(argv: list[str] | None = None) -> int:
     """0; 2 if nothing fits, or the arguments or the configuration are wrong."""
     silence_libraries()
     argv = sys.argv[1:] if argv is None else argv
+    if (at := next((at for at, word in enumerate(argv) if word.partition("=")[0] == _FROM), None)) is not None:
+        project = argv[at].removeprefix(_FROM).removeprefix("=")
+        return _translate(argv[:at], [*([project] if project else []), *argv[at + 1 :]])
     arguments, words = _parse(argv)
-    if arguments.source is not None:
-        return _translate([arguments.source, *words], arguments.gpus)
     from openrlhf_ext.tools.plan.candidate import PlanError
     from openrlhf_ext.tools.plan.search import Planner
     from openrlhf_ext.tools.plan.seconds import card
@@ -71,11 +73,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _translate(words: list[str], gpus: int | None) -> int:
+def _translate(ahead: list[str], words: list[str]) -> int:
+    """``words``: the project and its own options, which may be called like ours."""
     from openrlhf_ext.tools.plan.translate import translate
 
+    parser = CommandParser("plan --from", "Prints the YAML for a run of another project (docs/migration.md).")
+    parser.add_argument("--gpus", type=positive, help="of a run of TRL (1), which leaves them to its launcher")
     try:
-        print(translate(words, gpus), end="")
+        print(translate(words, parser.parse_args(ahead).gpus), end="")
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
@@ -114,8 +119,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--write", metavar="LAYOUT.yaml", help="the best layout, for train_ppo_ray --config")
     parser.add_argument("--json", metavar="OUT", help="the plan for programs")
     parser.add_argument(
-        "--from", dest="source", metavar="FILE", help="plan nothing: print the YAML for a configuration of verl or TRL "
-        "(.yaml, .sh, or the word verl or trl), with NAME=VALUE behind it (docs/migration.md)",
+        _FROM, metavar="PROJECT", help="plan nothing: print the YAML for a run of verl or trl, whose own options or YAML "
+        "file are behind this; in a script of theirs it stands where their trainer is started (docs/migration.md)",
     )  # fmt: skip
     return parser.parse_known_args(argv)
 
