@@ -130,9 +130,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"    estimator: gtpo_entropy\n  gtpo_entropy: {{alpha1: 1.0}}\nckpt: {{output_dir: {folder}/out, "
         f"path: {folder}/ckpt, save_steps: 5}}\nmegatron.param_dtype: fp32\n"
     )
-    words = ["algorithm.adv_estimator=grpo", "data.train_batch_size=64", "actor_rollout_ref.rollout.n=4"]
-    (folder / "verl.sh").write_text("n=$((2 * 2))\nrun " + " \\\n    ".join(words) + " data.max_response_length=${n}\n")
-    (folder / "verl.yaml").write_text("algorithm: {adv_estimator: grpo}\ndata: {train_files: [a, b], x: 1}\n")
+    (folder / "verl.yaml").write_text(
+        "algorithm: {adv_estimator: grpo}\ndata: {train_files: [a, b], x: 1, seed: '${actor_rollout_ref.rollout.n}'}\n"
+        "actor_rollout_ref: {rollout: {n: '${oc.select:data.x,4}'}}\n"
+    )
     (folder / "trl.yaml").write_text("learning_rate: 1e-6\nloss_type: dapo\nbeta: 0.1\nnum_generations: 4\n")
     make_run(folder / "run", 10, samples=False)
     make_run(folder / "sampled", 1)
@@ -208,7 +209,7 @@ def read_store(path: Path) -> None:
 KINDS: dict[str, Callable[[Path], Any]] = {
     "run.yaml": read_configuration,
     **dict.fromkeys(["data.jsonl", "array.json", "data.csv", "data.parquet", "data.arrow"], read_data),
-    **dict.fromkeys(["verl.sh", "verl.yaml", "trl.yaml"], lambda path: translate([str(path)])),
+    **dict.fromkeys(["verl.yaml", "trl.yaml"], lambda path: translate([path.stem, str(path)])),
     "model/config.json": lambda path: read_model_shape(path.parent),
     **dict.fromkeys(["model/tokenizer.json", "model/tokenizer_config.json"], read_tokenizer),
     **dict.fromkeys(["model/model.safetensors", "sharded/model.safetensors.index.json"], read_weights),

@@ -119,8 +119,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--write", metavar="LAYOUT.yaml", help="the best layout, for train_ppo_ray --config")
     parser.add_argument("--json", metavar="OUT", help="the plan for programs")
     parser.add_argument(
-        _FROM, metavar="PROJECT", help="plan nothing: print the YAML for a run of verl or trl, whose own options or YAML "
-        "file are behind this; in a script of theirs it stands where their trainer is started (docs/migration.md)",
+        _FROM, metavar="PROJECT", help="plan nothing: print the YAML for a run of verl or trl, whose own options or "
+        "YAML file are behind this; in a script of theirs it stands where their trainer is started (docs/migration.md)",
     )  # fmt: skip
     return parser.parse_known_args(argv)
 

@@ -125,9 +125,10 @@ def _by_table(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[
         ours[name.format(estimator=ours.get("algo.advantage.estimator"))] = eval(rule, names)
     lines = [f"{name}: {text}" for name, (rule, text) in table["notes"].items() if eval(rule, names)]
     for name in given.keys() - options.keys():
-        text = _said(table, name) or f"{table['release']} has no such option"
-        near = nearest(name, [one for one in options if one.rpartition(".")[0] == name.rpartition(".")[0]], 0.85)
-        lines.append(f"{name} {given[name]}: {text}" + (f"; there is {near}" if near else ""))
+        if (text := _said(table, name)) is None:
+            near = nearest(name, [one for one in options if one.rpartition(".")[0] == name.rpartition(".")[0]], 0.85)
+            text = f"{table['release']} has no such option" + (f"; there is {near}" if near else "")
+        lines.append(f"{name} {given[name]}: {text}")
     return {name: value for name, value in ours.items() if value is not None}, lines
 
 
@@ -147,13 +148,14 @@ def _of_verl(words: Sequence[str]) -> dict[str, Any]:
             paths.append(word)
         else:
             raise InputError(
-                f"plan --from verl takes NAME=VALUE, +NAME=VALUE or ~NAME, behind a YAML file if there is one: got {word}"
+                "plan --from verl takes NAME=VALUE, +NAME=VALUE or ~NAME, behind a YAML file if there is one: got "
+                f"{word!r}"
             )
-    folder, name = chosen.get(False, "config"), chosen.get(True, _OWN[0])
-    if folder != "config" or Path(name).stem not in _OWN:
-        if folder == "config":
-            raise InputError(f"--config-name {name} is no file of verl's own: give its folder too, --config-path FOLDER")
-        paths.append(str(Path(folder, name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")))
+    folder, name = Path(chosen.get(False, "config")), chosen.get(True, _OWN[0])
+    if folder != Path("config"):
+        paths.append(str(folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")))
+    elif Path(name).stem not in _OWN:
+        raise InputError(f"--config-name {name} is no file of verl's own: give its folder too, --config-path FOLDER")
     given = {name: value for path in paths for name, value in _flat(_of_file(path))}
     options = _table("verl")["options"]
     for change in changes:
@@ -182,7 +184,7 @@ def _of_trl(words: Sequence[str]) -> dict[str, Any]:
             groups[-1][1].append(word)
     paths = [path for name, values in groups for path in values if name == "config"]
     if wrong := [path for path in paths if not path.endswith((".yaml", ".yml"))]:
-        raise InputError(f"plan --from trl takes --NAME VALUE, behind a YAML file if there is one: got {wrong[0]}")
+        raise InputError(f"plan --from trl takes --NAME VALUE, behind a YAML file if there is one: got {wrong[0]!r}")
     given = {name: value for path in paths for name, value in _flat(_of_file(path))}
     for name, texts in groups:
         values = [_value(text, name) for text in texts]
