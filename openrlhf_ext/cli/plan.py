@@ -42,9 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     """0; 2 if nothing fits, or the arguments or the configuration are wrong."""
     silence_libraries()
     argv = sys.argv[1:] if argv is None else argv
-    if (at := next((at for at, word in enumerate(argv) if word.partition("=")[0] == _FROM), None)) is not None:
-        project = argv[at].removeprefix(_FROM).removeprefix("=")
-        return _translate(argv[:at], [*([project] if project else []), *argv[at + 1 :]])
+    if _FROM in argv:
+        return _translate(argv[: argv.index(_FROM)], argv[argv.index(_FROM) + 1 :])
     arguments, words = _parse(argv)
     from openrlhf_ext.tools.plan.candidate import PlanError
     from openrlhf_ext.tools.plan.search import Planner
@@ -119,8 +118,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--write", metavar="LAYOUT.yaml", help="the best layout, for train_ppo_ray --config")
     parser.add_argument("--json", metavar="OUT", help="the plan for programs")
     parser.add_argument(
-        _FROM, metavar="PROJECT", help="plan nothing: print the YAML for a run of verl or trl, whose own options or "
-        "YAML file are behind this; in a script of theirs it stands where their trainer is started (docs/migration.md)",
+        _FROM, action="store_true", help="plan nothing: print the YAML for a run of verl or trl: the project and its own "
+        "options or YAML file are behind this; in a script of theirs it stands where their trainer is started "
+        "(docs/migration.md)",
     )  # fmt: skip
     return parser.parse_known_args(argv)
 

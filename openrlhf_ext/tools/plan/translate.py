@@ -21,19 +21,25 @@ from typing import Any
 
 import yaml
 
-from openrlhf_ext.config.load import ConfigLoader
+from openrlhf_ext.config.load import ConfigLoader, words_by_option
 from openrlhf_ext.inputs import InputError, nearest, read_text, reading, type_name
 from openrlhf_ext.options import nest
 
 PROJECTS = ("verl", "trl")
 _SHORT = {"A.": "actor_rollout_ref.actor.", "R.": "actor_rollout_ref.rollout."}
-_WORD = re.compile(r"(?P<mark>\+\+?|~|)(?P<name>[A-Za-z_][\w.]*)(?:=(?P<value>.*))?", re.DOTALL)
-_REFERENCE = re.compile(r"\$\{(?P<select>oc\.select:)?(?P<up>\.*)(?P<name>[A-Za-z_][\w.]*)(?:,(?P<default>[^{}]*))?\}")
+_WORD = re.compile(r"\+{0,2}(?P<name>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _KEY = re.compile(r"((?<!\$)[{,]\s*[\w.]+):(?=\S)")  # of hydra's maps, which need no space behind the colon
-_FOLDER, _FILE = ("--config-path", "-cp", "--config-dir", "-cd"), ("--config-name", "-cn")
 _OWN = ("ppo_trainer", "ppo_megatron_trainer")
 """Files of verl, whose defaults are those of the table."""
-_PRINTED = "what `python3 -m verl.trainer.main_ppo ... --cfg job --resolve` prints is a whole file that can be read"
+_IN_SCRIPTS = (
+    "in a shell script write `openrlhf-ext plan --from verl` in the place of `python3 -m verl.trainer.main_ppo` (or "
+    "`--from trl` in the place of what starts TRL's script), and run it with bash, which alone knows what it says"
+)
+_HYDRA = (
+    "takes hydra to be read; what `python3 -m verl.trainer.main_ppo ... --cfg job --resolve` prints is a file that can "
+    "be read"
+)
 
 
 def translate(words: Sequence[str], gpus: int | None = None) -> str:
@@ -47,21 +53,21 @@ def translate(words: Sequence[str], gpus: int | None = None) -> str:
         InputError: the project is not named or another one, something cannot be read or takes hydra to be read, or a
             value is not of the kind that the project has.
     """
-    if script := next((word for word in words[:2] if re.fullmatch(r"[^=]+\.sh", word)), None):
-        raise InputError(
-            f"plan --from reads no shell script, since bash alone knows what {script} runs: in the script write "
-            "`openrlhf-ext plan --from verl` in the place of `python3 -m verl.trainer.main_ppo` (`openrlhf-ext plan "
-            "--from trl` in the place of what starts TRL's script), and run it with bash"
-        )
     if not words or words[0] not in PROJECTS:
         commands = (f"openrlhf-ext plan --from {shlex.join([one, *words])}" for one in PROJECTS)
-        raise InputError(f"plan --from takes the name of the project first: {' or '.join(commands)}")
+        raise InputError(f"plan --from takes the name of the project first: {' or '.join(commands)}; {_IN_SCRIPTS}")
     project, *theirs = words
     if project == "verl" and gpus is not None:
         raise InputError("--gpus is for TRL, whose launcher knows: verl has trainer.n_gpus_per_node and trainer.nnodes")
     table = _table(project)
     given = _of_verl(theirs) if project == "verl" else _of_trl(theirs)
-    _check_names(project, given)
+    unknown = [name for name in given if _said(table, name) is None]
+    if not given or 2 * len(unknown) > len(given):
+        raise InputError(
+            f"plan --from {project} takes a YAML file or options of {table['release']}, which knows "
+            f"{len(given) - len(unknown)} of the {len(given)} names here{', and not ' * bool(unknown)}"
+            f"{', '.join(unknown[:5])}"
+        )
     if gpus is not None:
         given["gpus"] = gpus
     with reading(f"what is given behind --from {project}", f"as options of {table['release']}"):
@@ -78,25 +84,10 @@ def _table(project: str) -> dict[str, Any]:
     return yaml.safe_load(files(__package__).joinpath(f"{project}.yaml").read_text())
 
 
-def _check_names(project: str, given: Mapping[str, Any]) -> None:
-    """Raises InputError: there are none, or the project does not know most of them."""
-    if not given:
-        raise InputError(f"plan --from {project} takes a YAML file or options of a run: got none")
-    unknown = {one: [name for name in given if _said(_table(one), name) is None] for one in PROJECTS}
-    if 2 * len(foreign := unknown[project]) <= len(given):
-        return
-    knows = next((f"; --from {one} knows more" for one in PROJECTS if len(unknown[one]) < len(foreign)), "")
-    raise InputError(
-        f"plan --from {project}: {_table(project)['release']} knows {len(given) - len(foreign)} of the {len(given)} "
-        f"names, and not {', '.join(foreign[:5])}: this is a configuration of something else{knows}"
-    )
-
-
 def _said(table: Mapping[str, Any], name: str) -> str | None:
     """What becomes of an option of theirs; None: they have none of this name."""
     if name in table["options"]:
         return ""
-    name = name.removeprefix("~")
     found = (said for pattern, said in table["lines"].items() if fnmatchcase(name, pattern))
     return next(found, "not here" if name.partition(".")[0] in table["nothing"] else None)
 
@@ -136,63 +127,45 @@ def _by_table(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[
 
 
 def _of_verl(words: Sequence[str]) -> dict[str, Any]:
-    """Of YAML files, then of hydra's words, which change what files say; references to other options are put in."""
-    chosen, paths, changes, left = {}, [], [], iter(words)
+    """Of YAML files, then of hydra's words, which change what files say."""
+    paths, changes, left = [], {}, iter(words)
+    chosen = {"--config-path": "config", "--config-name": _OWN[0]}
     for word in left:
         name, equals, value = word.partition("=")
-        if name in (*_FOLDER, *_FILE):
-            chosen[name in _FILE] = value if equals else next(left, "")
-        elif (found := _WORD.fullmatch(word)) and (found["value"] is not None or found["mark"] == "~"):
-            changes.append(found)
-        elif word.endswith((".yaml", ".yml")) and not equals:
+        if name in chosen:
+            chosen[name] = value if equals else next(left, "")
+        elif (found := _WORD.fullmatch(word)) is not None:
+            text = found["value"]
+            text = _KEY.sub(r"\1: ", text) if text.startswith(("{", "[")) else text
+            changes |= _flat({found["name"]: _value(text, found["name"])})
+        elif word.endswith((".yaml", ".yml")):
             paths.append(word)
         else:
-            raise InputError(
-                "plan --from verl takes NAME=VALUE, +NAME=VALUE or ~NAME, behind a YAML file if there is one: got "
-                f"{word!r}"
-            )
-    folder, name = Path(chosen.get(False, "config")), chosen.get(True, _OWN[0])
-    if folder != Path("config"):
-        paths.append(str(folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")))
-    elif Path(name).stem not in _OWN:
-        raise InputError(f"--config-name {name} is no file of verl's own: give its folder too, --config-path FOLDER")
-    given = {name: value for path in paths for name, value in _flat(_of_file(path))}
+            raise InputError(f"plan --from verl takes a YAML file and NAME=VALUE: got {word!r}; {_IN_SCRIPTS}")
+    folder, name = map(Path, chosen.values())
+    if folder != Path("config") or name.stem not in _OWN:  # verl's own stands for its defaults
+        paths.append(str(folder / (name if name.suffix else f"{name}.yaml")))
+    given = _of_files(paths) | changes
     options = _table("verl")["options"]
-    for change in changes:
-        name = change["name"]
-        if change["mark"] == "~":
-            inner = [one for one in (*options, *given) if f"{one}.".startswith(f"{name}.")]
-            if known := [one for one in inner if one in options]:
-                raise InputError(f"~{name}: verl needs {known[0]}, so it cannot be left out; give it a value")
-            given = {one: value for one, value in given.items() if one not in inner} | {f"~{name}": ""}
-        else:
-            text = change["value"]
-            text = _KEY.sub(r"\1: ", text) if text.startswith(("{", "[")) else text
-            given |= _flat({name: _value(text, name)})
-    return {name: _put_in(name, given, options) if name in options else value for name, value in given.items()}
+    return {name: _put_in(name, given) if name in options else value for name, value in given.items()}
 
 
 def _of_trl(words: Sequence[str]) -> dict[str, Any]:
     """Of a YAML file, then of the words, as TRL's parser reads them."""
-    ahead: list[str] = []
-    groups: list[tuple[str, list[str]]] = [("config", ahead)]
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word.removeprefix("--").partition("=")
-            groups.append((name.replace("-", "_"), [value] if equals else []))
-        else:
-            groups[-1][1].append(word)
-    paths = [path for name, values in groups for path in values if name == "config"]
-    if wrong := [path for path in paths if not path.endswith((".yaml", ".yml"))]:
-        raise InputError(f"plan --from trl takes --NAME VALUE, behind a YAML file if there is one: got {wrong[0]!r}")
-    given = {name: value for path in paths for name, value in _flat(_of_file(path))}
-    for name, texts in groups:
+    paths, given = [], {}
+    ahead = [] if not words or words[0].startswith("--") else ["--config"]
+    for word, texts in words_by_option([*ahead, *words], []):
+        name = word.removeprefix("--").replace("-", "_")
         values = [_value(text, name) for text in texts]
-        if name.startswith("no_") and not texts and name.removeprefix("no_") in _table("trl")["options"]:
-            given[name.removeprefix("no_")] = False
-        elif name != "config":
+        if name == "config":
+            paths += texts
+        elif not texts and name.removeprefix("no_") in _table("trl")["options"]:
+            given[name.removeprefix("no_")] = not name.startswith("no_")
+        else:
             given |= _flat({name: values[0] if len(values) == 1 else values or True})
-    return given
+    if wrong := [path for path in paths if not path.endswith((".yaml", ".yml"))]:
+        raise InputError(f"plan --from trl takes a YAML file and --NAME VALUE: got {wrong[0]!r}; {_IN_SCRIPTS}")
+    return _of_files(paths) | given
 
 
 def _value(text: str, name: str) -> Any:
@@ -200,16 +173,19 @@ def _value(text: str, name: str) -> Any:
         return yaml.load(text, Loader=ConfigLoader) if text else ""
 
 
-def _of_file(path: str) -> dict[str, Any]:
-    """Raises InputError: it cannot be read, holds no map, or is composed of files other than verl's own."""
-    with reading(path, "as YAML"):
-        tree = yaml.load(read_text(path), Loader=ConfigLoader)
-    if not isinstance(tree, dict):
-        raise InputError(f"{path} must hold a map of options, got a {type_name(tree)}")
-    pulled = tree.pop("defaults", None) or []
-    if pulled not in ([], ["_self_"], *([one, *rest] for one in _OWN for rest in ([], ["_self_"]))):
-        raise InputError(f"{path}: its defaults list {pulled} takes hydra to be read; {_PRINTED}")
-    return tree
+def _of_files(paths: Sequence[str]) -> dict[str, Any]:
+    """Raises InputError: one cannot be read, holds no map, or is composed of files other than verl's own."""
+    given: dict[str, Any] = {}
+    for path in paths:
+        with reading(path, "as YAML"):
+            tree = yaml.load(read_text(path), Loader=ConfigLoader)
+            if not isinstance(tree, dict):
+                raise InputError(f"{path} must hold a map of options, got a {type_name(tree)}")
+            first, *rest = tree.pop("defaults", None) or ["_self_"]
+            if first not in (*_OWN, "_self_") or rest not in ([], ["_self_"]):
+                raise InputError(f"{path}: its defaults list {[first, *rest]} {_HYDRA}")
+            given |= _flat(tree)
+    return given
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -220,36 +196,13 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
             yield f"{above}{key}", value
 
 
-def _put_in(name: str, given: Mapping[str, Any], options: Mapping[str, Any], above: Sequence[str] = ()) -> Any:
-    """The value of an option with the values that it refers to. Raises InputError: they refer to each other, or to
-    something that nothing says."""
-
-    def referred(found: re.Match[str]) -> Any:
-        parents = name.split(".")[: -len(found["up"])] if found["up"] else []
-        target = ".".join([*parents, found["name"]])
-        if target in above:
-            raise InputError(f"{name} and {target} refer to each other: give one of them a value")
-        if target in given:
-            return _put_in(target, given, options, (*above, target))
-        default = options.get(target, (None, None))[1]
-        if default is None and found["select"]:
-            return _value((found["default"] or "null").strip(), name)
-        if default is None:
-            raise InputError(f"{name} is {found[0]}, and nothing says what that is: give {name}=VALUE behind the file")
-        return default
-
-    def whole(value: Any) -> Any:
-        if isinstance(value, list):
-            return [whole(one) for one in value]
-        if not isinstance(value, str) or "${" not in value:
-            return value
-        if (found := _REFERENCE.fullmatch(value)) is not None:
-            return referred(found)
-        text = _REFERENCE.sub(lambda found: str(referred(found)), value)
-        if "${" in text:
-            raise InputError(
-                f"{name} is {value}, which takes hydra to be read: give {name}=VALUE behind the file; {_PRINTED}"
-            )
-        return text
-
-    return whole(given[name])
+def _put_in(name: str, given: Mapping[str, Any], above: Sequence[str] = ()) -> Any:
+    """An option's value, with those of others that it refers to. Raises InputError: it refers to something else."""
+    value, above = given[name], (*above, name)
+    if "${" not in str(value):
+        return value
+    others = _REFERENCE.findall(str(value))
+    if "${" in _REFERENCE.sub("", str(value)) or not isinstance(value, str) or not set(others) <= given.keys() - above:
+        raise InputError(f"{name}={value} is no reference to another option that is given, and {_HYDRA}")
+    values = {other: _put_in(other, given, above) for other in others}
+    return values[others[0]] if _REFERENCE.fullmatch(value) else _REFERENCE.sub(lambda one: str(values[one[1]]), value)

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf_ext.cli.plan import main as plan
-from openrlhf_ext.inputs import InputError
 from openrlhf_ext.tools.plan.translate import PROJECTS, _table, translate
 
 STARTS = {"verl": "python3 -m verl.trainer.main_ppo", "trl": "accelerate launch grpo.py"}
@@ -153,11 +152,12 @@ beta: 0.04
 
 
 WHOLE = """
-data: {train_batch_size: 64, val_files: "${.train_files}", train_files: t.parquet}
+data: {train_batch_size: 64, val_files: "${data.train_files}", train_files: t.parquet}
 actor_rollout_ref:
   actor: {ppo_mini_batch_size: "${data.train_batch_size}", optim: {lr: 1e-5}, unknown: "${oc.env:HOME}"}
-  rollout: {n: "${oc.select:no.such,4}", temperature: "${oc.select:data.train_batch_size,4}"}
-trainer: {experiment_name: run, test_freq: 1, default_local_dir: "out/${.experiment_name}/${data.train_batch_size}"}
+  rollout: {n: 4, temperature: "${data.train_batch_size}"}
+trainer:
+  {experiment_name: run, test_freq: 1, default_local_dir: "out/${trainer.experiment_name}/${data.train_batch_size}"}
 """
 
 
@@ -171,7 +171,6 @@ def test_references_to_options_are_put_in_after_words_have_changed_them(tmp_path
 
 @pytest.mark.parametrize("words", [
     ("--config-path=FOLDER", "--config-name=mine"), ("--config-path", "FOLDER", "--config-name", "mine.yaml"),
-    ("-cp", "FOLDER", "-cn", "mine"), ("--config-dir=FOLDER", "--config-name=mine"),
 ])  # fmt: skip
 def test_the_file_that_hydra_is_given_is_read(words, tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 64}\n")
@@ -181,22 +180,16 @@ def test_the_file_that_hydra_is_given_is_read(words, tmp_path):
     assert own == translated("verl", "data.seed=3"), "verl's own file has the table's defaults"
 
 
-def test_what_hydra_takes_away_is_said_or_refused(tmp_path):
-    (tmp_path / "verl.yaml").write_text("data: {train_batch_size: 64, shuffle: true}\ntrainer: {nnodes: 1}\n")
-    text = translate(["verl", str(tmp_path / "verl.yaml"), "~data.shuffle"])
-    assert "# ~data.shuffle : prompts are always shuffled, by train.seed\n" in text and "# data.shuffle" not in text
-    for word in ("~data.train_batch_size", "~data", "~trainer=1"):
-        with pytest.raises(InputError, match=f"^{word.partition('=')[0]}: verl needs .*; give it a value"):
-            translate(["verl", str(tmp_path / "verl.yaml"), word])
-
-
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 FILES = {
     "defaults.yaml": "defaults: [ppo_trainer, {actor: mine}]\ndata: {train_batch_size: 4}\n",
     "env.yaml": "trainer: {project_name: '${oc.env:USER}', nnodes: 1}\n",
     "lost.yaml": "trainer: {project_name: '${trainer.no_such}', nnodes: 1}\n",
-    "circle.yaml": "trainer: {project_name: '${.experiment_name}', experiment_name: '${.project_name}'}\n",
+    "circle.yaml": "data: {seed: '${data.train_batch_size}', train_batch_size: '${data.seed}'}\n",
+    "select.yaml": "trainer: {nnodes: '${oc.select:trainer.no_such,2}', project_name: '${.nnodes}'}\n",
+    "last.yaml": "defaults: [_self_, ppo_trainer]\ndata: {train_batch_size: 4}\n",
+    "inside.yaml": "data: {train_files: ['${data.val_files}', b], val_files: a}\n",
     "nemo.yaml": "policy: {model_name: m}\ngrpo: {num_prompts_per_step: 32}\ncluster: {num_nodes: 1}\n",
     "trl.yaml": "learning_rate: 1e-6\nbeta: 0.1\ngradient_checkpointing_kwargs: {use_reentrant: false}\n",
     "list.yaml": "[1]\n", "empty.yaml": "",
@@ -207,32 +200,38 @@ FILES = {
     ([], "takes the name of the project first: openrlhf-ext plan --from verl or openrlhf-ext plan --from trl"),
     (["trl.yaml"], "openrlhf-ext plan --from verl trl.yaml or openrlhf-ext plan --from trl trl.yaml"),
     (["run.sh"], "`openrlhf-ext plan --from verl` in the place of `python3 -m verl.trainer.main_ppo`"),
-    (["verl", "run.sh", "data.seed=1"], "bash alone knows what run.sh runs"),
-    (["verl"], "plan --from verl takes a YAML file or options of a run: got none"),
+    (["verl", "run.sh", "data.seed=1"], "got 'run.sh'; in a shell script write `openrlhf-ext plan --from verl`"),
+    (["trl", "run.sh", "--beta=1"], "got 'run.sh'; in a shell script write"),
+    (["verl"], "takes a YAML file or options of verl 0.9.1, which knows 0 of the 0 names here\n"),
+    (["trl"], "takes a YAML file or options of TRL 1.16.0"),
     (["trl", "empty.yaml"], "empty.yaml must hold a map of options, got a null"),
     (["verl", "list.yaml"], "list.yaml must hold a map of options, got a list"),
-    (["verl", "nemo.yaml"], "knows 0 of the 3 names, and not policy.model_name, grpo.num_prompts_per_step, cluster"),
+    (["verl", "nemo.yaml"], "knows 0 of the 3 names here, and not policy.model_name, grpo.num_prompts_per_step, "),
     (["trl", "--hf-checkpoint", "x", "--rollout-batch-size", "3", "--beta", "1", "--n-samples-per-prompt", "3"],
-        "TRL 1.16.0 knows 1 of the 4 names, and not hf_checkpoint, rollout_batch_size, n_samples_per_prompt"),
-    (["verl", "trl.yaml"], "this is a configuration of something else; --from trl knows more"),
+        "knows 1 of the 4 names here, and not hf_checkpoint, rollout_batch_size, n_samples_per_prompt"),
+    (["verl", "trl.yaml"], "verl 0.9.1, which knows 0 of the 3 names"),
+    (["trl", "whole.yaml"], "TRL 1.16.0, which knows 0 of the"),
     (["verl", "defaults.yaml"], "defaults.yaml: its defaults list ['ppo_trainer', {'actor': 'mine'}] takes hydra"),
-    (["verl", "env.yaml"], "trainer.project_name is ${oc.env:USER}, which takes hydra to be read: give trainer."),
+    (["verl", "last.yaml"], "last.yaml: its defaults list ['_self_', 'ppo_trainer'] takes hydra to be read"),
+    (["verl", "env.yaml"], "trainer.project_name=${oc.env:USER} is no reference to another option that is given"),
     (["verl", "trainer.project_name=${oc.env:USER}"], "takes hydra to be read"),
-    (["verl", "lost.yaml"], "trainer.project_name is ${trainer.no_such}, and nothing says what that is"),
-    (["verl", "circle.yaml"], "refer to each other"),
-    (["verl", "reward@custom=mine"], "takes NAME=VALUE, +NAME=VALUE or ~NAME, behind a YAML file if there is one: got"),
+    (["verl", "lost.yaml"], "trainer.project_name=${trainer.no_such} is no reference to another option that is given"),
+    (["verl", "circle.yaml"], "is no reference to another option that is given"),
+    (["verl", "select.yaml"], "takes hydra to be read"), (["verl", "inside.yaml"], "takes hydra to be read"),
+    (["verl", "reward@custom=mine"], "takes a YAML file and NAME=VALUE: got 'reward@custom=mine'"),
+    (["verl", "~data.train_files", "data.seed=1"], "takes a YAML file and NAME=VALUE: got '~data.train_files'"),
     (["verl", "--cfg", "job"], "got '--cfg'"), (["verl", "data.seed=1", " "], "got ' '"),
-    (["verl", "--config-name=mine"], "--config-name mine is no file of verl's own: give its folder too"),
+    (["verl", "--config-name=mine"], "config/mine.yaml cannot be read"),
     (["verl", "--config-path=/no/such", "--config-name=mine"], "/no/such/mine.yaml cannot be read"),
     (["verl", "actor_rollout_ref.rollout.gpu_memory_utilization="], "must be a number, as its default 0.5: got ''"),
     (["verl", "actor_rollout_ref.rollout.n=null"], "must be a number, as its default 1: got None"),
-    (["trl", "learning_rate=1e-5"], "takes --NAME VALUE, behind a YAML file if there is one: got 'learning_rate=1e-5'"),
+    (["trl", "learning_rate=1e-5"], "takes a YAML file and --NAME VALUE: got 'learning_rate=1e-5'"),
     (["trl", "--use_peft", "no", "--beta", "x"], "use_peft must be true or false, as its default False: got 'no'; "),
     (["trl", "--num_generations", "4", "8"], "num_generations must be a number, as its default 8: got [4, 8]"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_refused_by_name(words, complaint, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name, text in FILES.items():
+    for name, text in {**FILES, "whole.yaml": WHOLE}.items():
         (tmp_path / name).write_text(text)
     assert plan(["--from", *words]) == 2
     said = capsys.readouterr()
@@ -242,11 +241,14 @@ def test_what_cannot_be_read_is_refused_by_name(words, complaint, tmp_path, monk
 def test_words_ahead_of_from_are_plans_own(capsys):
     assert plan(["--gpus", "2", "--from", "verl", "data.seed=1"]) == 2
     assert "verl has trainer.n_gpus_per_node and trainer.nnodes" in capsys.readouterr().err
-    assert plan(["--gpus", "2", "--from=trl", "--optim", "adamw_torch", "--seed", "1"]) == 0
+    assert plan(["--gpus", "2", "--from", "trl", "--optim", "adamw_torch", "--seed", "1"]) == 0
     assert "num_gpus_per_node: 2" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
         plan(["--write", "x.yaml", "--from", "verl", "data.seed=1"])
     assert ended.value.code == 2 and "unknown option --write" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        plan(["--from=verl", "data.seed=1"])
+    assert ended.value.code == 2 and "--from" in capsys.readouterr().err
 
 
 # ---- units -----------------------------------------------------------------------------------------------------------
