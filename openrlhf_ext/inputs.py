@@ -219,7 +219,7 @@ def decode(text: str | bytes, where: str) -> Any:
     a UTF-16 pair."""
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
-        value = _DECODER.decode(text)
+        value = _DECODER.decode(text.rstrip(" \t\r\n"))  # of a line that is cut off, the error is on no second line
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         raise InputError(f"{where}: not JSON ({error.msg} at {place})") from error
