@@ -143,9 +143,8 @@ def published() -> dict[str, Any]:
     """Fits, and judges by the rows that the fit did not see: of dense models, and of mixtures."""
     with published_rows() as rows:
         mixtures = [one for one in rows if one.planner.shape.num_experts]
-        fitted, judged = [one for one in rows if one.fitted], [
-            one for one in rows if not one.fitted and one not in mixtures
-        ]
+        fitted = [one for one in rows if one.fitted]
+        judged = [one for one in rows if not (one.fitted or one in mixtures)]
         assumed = fit(fitted, dataclasses.replace(FORMER, products=Assumptions().products))
         seen = {_setting(one) for one in fitted}
         unlike = [one for one in judged if "step" in one.row["seconds"] and _setting(one) not in seen]
@@ -203,7 +202,10 @@ def verdict() -> str:
         f"{kind} {error[kind]['median']:.2f} and {error[kind]['worst']:.2f} ({error[kind]['rows']})"
         for kind in ("rollout", "logprobs", "train")
     )
-    fitted = sum(row["fitted"] for row in found["rows"])
+    fitted, mixtures = sum(row["fitted"] for row in found["rows"]), found["mixtures"]
+    read = json.loads(ROWS.read_text())["rows"]
+    dealt = {row["id"] for row in read if "megatron.expert_parallel_size" in row["options"]}
+    slower = sum(row["ratio"]["step"] < 1 for row in found["rows"] if row["id"] in dealt)
     return record.wrapped(
         f"{len(found['rows'])} runs of others, {fitted} of them fitted, the others judge. **Of {step['rows']} judged "
         f"steps half are within a factor of {step['median']:.2f}, the worst is off by {step['worst']:.2f}** "
@@ -213,6 +215,9 @@ def verdict() -> str:
         f"and {unlike['worst']:.2f}. Parts of a step, median and worst factor (rows): {parts}. Full "
         f"broadcasts of weights by others took {1 / sync['high']:.1f} to {1 / sync['low']:.0f} times the predicted "
         "seconds, which are those of the ports and of our calls.\n\n"
+        f"**Of {mixtures['rows']} steps of mixtures of experts half are within a factor of {mixtures['median']:.2f}, the "
+        f"worst is off by {mixtures['worst']:.2f}** (predicted / published {mixtures['low']:.2f} to "
+        f"{mixtures['high']:.2f}); {slower} took longer than predicted.\n\n"
         f"Matrix products reach {Assumptions().products:.0%} of the peak, from what an H200 took for the "
         f"layers of a 32B rank (`benchmarks/results/gpu_h200.json`). The fit gave: decoding "
         f"{constants['memory']:.0%} of the memory's rate; a layer's forward pass of a micro-batch moves "

@@ -27,7 +27,7 @@ from openrlhf_ext.checkpoints.store import CheckpointStore
 from openrlhf_ext.cli import convert, evaluate, report, train_ppo_ray
 from openrlhf_ext.config import ConfigError, load_config
 from openrlhf_ext.config.files import Wanted, parameter_count, scan_records, tokenizer_difference, tokenizer_fault
-from openrlhf_ext.inputs import InputError
+from openrlhf_ext.inputs import InputError, decode
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, finish_interrupted
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.options.sections.evaluate import Evaluate
@@ -316,6 +316,13 @@ def test_a_command_ends_with_0_or_2(good: Path, command: Callable, monkeypatch, 
     assert command(good) == 0, capsys.readouterr().err
     try_one()
     assert min(seen.values()) > 0, seen
+
+
+def test_a_line_that_is_cut_off_has_one_line_number() -> None:
+    with pytest.raises(InputError, match=r"^line 24: not JSON \(Expecting value at column 6\)$"):
+        decode(b'{"a":\n', "line 24")
+    with pytest.raises(InputError, match=r"^line 24: not JSON "):
+        decode('{"a": 1}\v', "line 24")
 
 
 def test_what_only_transformers_refuses_in_config_json_ends_with_2(good: Path, capsys) -> None:
