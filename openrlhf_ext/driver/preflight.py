@@ -138,10 +138,8 @@ def unseen_inputs(config: RunConfig | SupervisedConfig) -> list[str]:
 
     models = [(option, str(value_of(config, option) or "")) for option in config.model_options]
     inputs = [(name, ref.path) for name in config.data_options for ref in dataset_refs(inputs_of(config, name))]
-    hub = [(option, name) for option, name in models if is_hub_name(name)]
-    cached = {name for _, name in hub if isinstance(try_to_load_from_cache(name, "config.json"), str)}
-    unseen = [one for one in hub if one[1] not in cached]
-    return [f"{option} {name}" for option, name in (*unseen, *(one for one in inputs if is_hub_name(one[1])))]
+    named = [one for one in (*models, *inputs) if is_hub_name(one[1])]
+    return [f"{option} {name}" for option, name in named if try_to_load_from_cache(name, "config.json") is None]
 
 
 def trained_models(config: RunConfig) -> dict[str, dict[str, Any]]:

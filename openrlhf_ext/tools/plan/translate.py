@@ -62,11 +62,11 @@ def translate(words: Sequence[str], gpus: int | None = None) -> str:
     table = _table(project)
     given = _of_verl(theirs) if project == "verl" else _of_trl(theirs)
     unknown = [name for name in given if _said(table, name) is None]
-    if not given or 2 * len(unknown) > len(given):
+    known = given.keys() & {*table["options"], *table["lines"], *table["nothing"]}
+    if not given or len(unknown) > len(known):
         raise InputError(
             f"plan --from {project} takes a YAML file or options of {table['release']}, which knows "
-            f"{len(given) - len(unknown)} of the {len(given)} names here{', and not ' * bool(unknown)}"
-            f"{', '.join(unknown[:5])}"
+            f"{len(given) - len(unknown)} of the {len(given)} names here and not: {', '.join(unknown[:5])}"
         )
     if gpus is not None:
         given["gpus"] = gpus
@@ -199,10 +199,13 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
 def _put_in(name: str, given: Mapping[str, Any], above: Sequence[str] = ()) -> Any:
     """An option's value, with those of others that it refers to. Raises InputError: it refers to something else."""
     value, above = given[name], (*above, name)
-    if "${" not in str(value):
-        return value
-    others = _REFERENCE.findall(str(value))
-    if "${" in _REFERENCE.sub("", str(value)) or not isinstance(value, str) or not set(others) <= given.keys() - above:
-        raise InputError(f"{name}={value} is no reference to another option that is given, and {_HYDRA}")
-    values = {other: _put_in(other, given, above) for other in others}
-    return values[others[0]] if _REFERENCE.fullmatch(value) else _REFERENCE.sub(lambda one: str(values[one[1]]), value)
+
+    def other(found: re.Match[str]) -> Any:
+        return _put_in(found[1], given, above) if found[1] in given.keys() - above else found[0]
+
+    if isinstance(value, str):
+        whole = _REFERENCE.fullmatch(value)
+        value = other(whole) if whole else _REFERENCE.sub(lambda found: str(other(found)), value)
+    if "${" in str(value):
+        raise InputError(f"{name}={given[name]} is no reference to another option that is given, and {_HYDRA}")
+    return value
