@@ -78,14 +78,17 @@ class Published:
 
 @contextmanager
 def published_rows() -> Iterator[list[Published]]:
-    """All rows, sorted by name; every third one, from the first on, is fitted. Their models are there for so long."""
+    """All rows, sorted by name; of those of dense models every third one, from the first on, is fitted, and no mixture.
+    Their models are there for so long."""
     read = json.loads(ROWS.read_text())
     with tempfile.TemporaryDirectory() as folder:
         for name, model in read["models"].items():
             (Path(folder) / name).mkdir()
             (Path(folder) / name / "config.json").write_text(json.dumps(model["config"]))
         rows = sorted(read["rows"], key=lambda row: row["id"])
-        yield [Published(row, _planner(row, Path(folder)), number % 3 == 0) for number, row in enumerate(rows)]
+        planners = {row["id"]: _planner(row, Path(folder)) for row in rows}
+        dense = [name for name, planner in planners.items() if not planner.shape.num_experts]
+        yield [Published(row, planners[row["id"]], row["id"] in dense[::3]) for row in rows]
 
 
 def _planner(row: dict[str, Any], folder: Path) -> Planner:
@@ -126,6 +129,8 @@ def errors(rows: Sequence[Published], assumed: Assumptions) -> dict[str, Any]:
     found = {}
     for kind in KINDS:
         ratios = [one.ratios(assumed)[kind] for one in rows if kind in one.row["seconds"]]
+        if not ratios:
+            continue
         factors = [math.exp(abs(math.log(ratio))) for ratio in ratios]
         found[kind] = {
             "rows": len(ratios), "median": round(statistics.median(factors), 2), "worst": round(max(factors), 2),
@@ -135,9 +140,11 @@ def errors(rows: Sequence[Published], assumed: Assumptions) -> dict[str, Any]:
 
 
 def published() -> dict[str, Any]:
-    """Fits, and judges by the rows that the fit did not see."""
+    """Fits, and judges by the rows that the fit did not see: of dense models, and of mixtures."""
     with published_rows() as rows:
-        fitted, judged = [one for one in rows if one.fitted], [one for one in rows if not one.fitted]
+        mixtures = [one for one in rows if one.planner.shape.num_experts]
+        fitted = [one for one in rows if one.fitted]
+        judged = [one for one in rows if not (one.fitted or one in mixtures)]
         assumed = fit(fitted, dataclasses.replace(FORMER, products=Assumptions().products))
         seen = {_setting(one) for one in fitted}
         unlike = [one for one in judged if "step" in one.row["seconds"] and _setting(one) not in seen]
@@ -150,6 +157,7 @@ def published() -> dict[str, Any]:
         return {
             "constants": {name: getattr(assumed, name) for name in FITTED},
             "error": errors(judged, assumed),
+            "mixtures": errors(mixtures, assumed)["step"],
             "former": errors(judged, FORMER),
             "unlike": {"rows": len(steps), "median": round(statistics.median(steps), 2), "worst": round(max(steps), 2)},
             "rows": table,
@@ -194,7 +202,10 @@ def verdict() -> str:
         f"{kind} {error[kind]['median']:.2f} and {error[kind]['worst']:.2f} ({error[kind]['rows']})"
         for kind in ("rollout", "logprobs", "train")
     )
-    fitted = sum(row["fitted"] for row in found["rows"])
+    fitted, mixtures = sum(row["fitted"] for row in found["rows"]), found["mixtures"]
+    read = json.loads(ROWS.read_text())["rows"]
+    dealt = {row["id"] for row in read if "megatron.expert_parallel_size" in row["options"]}
+    slower = sum(row["ratio"]["step"] < 1 for row in found["rows"] if row["id"] in dealt)
     return record.wrapped(
         f"{len(found['rows'])} runs of others, {fitted} of them fitted, the others judge. **Of {step['rows']} judged "
         f"steps half are within a factor of {step['median']:.2f}, the worst is off by {step['worst']:.2f}** "
@@ -204,6 +215,9 @@ def verdict() -> str:
         f"and {unlike['worst']:.2f}. Parts of a step, median and worst factor (rows): {parts}. Full "
         f"broadcasts of weights by others took {1 / sync['high']:.1f} to {1 / sync['low']:.0f} times the predicted "
         "seconds, which are those of the ports and of our calls.\n\n"
+        f"**Of {mixtures['rows']} steps of mixtures of experts half are within a factor of {mixtures['median']:.2f}, "
+        f"the worst is off by {mixtures['worst']:.2f}** (predicted / published {mixtures['low']:.2f} to "
+        f"{mixtures['high']:.2f}); {slower} took longer than predicted.\n\n"
         f"Matrix products reach {Assumptions().products:.0%} of the peak, from what an H200 took for the "
         f"layers of a 32B rank (`benchmarks/results/gpu_h200.json`). The fit gave: decoding "
         f"{constants['memory']:.0%} of the memory's rate; a layer's forward pass of a micro-batch moves "

@@ -252,7 +252,8 @@ def decode(text: str | bytes, where: str, decoder: json.JSONDecoder | None = Non
     that no float holds, or half of a UTF-16 pair."""
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
-        value = (decoder or _DECODER).decode(text)
+        # of a line that is cut off, the error is on no second line
+        value = (decoder or _DECODER).decode(text.rstrip(" \t\r\n"))
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         raise InputError(f"{where}: not JSON ({error.msg} at {place})") from error

@@ -28,7 +28,7 @@ from openrlhf_ext.cli import convert, evaluate, report, train_ppo_ray
 from openrlhf_ext.config import ConfigError, load_config
 from openrlhf_ext.config.files import DatasetRef, parameter_count, tokenizer_difference, tokenizer_fault
 from openrlhf_ext.config.records import Wanted, open_source, scan_records
-from openrlhf_ext.inputs import InputError
+from openrlhf_ext.inputs import InputError, decode
 from openrlhf_ext.megatron.model.hf_files import HFCheckpoint, finish_interrupted
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.options.sections.evaluate import Evaluate
@@ -131,9 +131,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"    estimator: gtpo_entropy\n  gtpo_entropy: {{alpha1: 1.0}}\nckpt: {{output_dir: {folder}/out, "
         f"path: {folder}/ckpt, save_steps: 5}}\nmegatron.param_dtype: fp32\n"
     )
-    words = ["algorithm.adv_estimator=grpo", "data.train_batch_size=64", "actor_rollout_ref.rollout.n=4"]
-    (folder / "verl.sh").write_text("n=$((2 * 2))\nrun " + " \\\n    ".join(words) + " data.max_response_length=${n}\n")
-    (folder / "verl.yaml").write_text("algorithm: {adv_estimator: grpo}\ndata: {train_files: [a, b], x: 1}\n")
+    (folder / "verl.yaml").write_text(
+        "algorithm: {adv_estimator: grpo}\ndata: {train_files: [a, b], x: 1, seed: '${actor_rollout_ref.rollout.n}'}\n"
+        "actor_rollout_ref: {rollout: {n: '${oc.select:data.x,4}'}}\n"
+    )
     (folder / "trl.yaml").write_text("learning_rate: 1e-6\nloss_type: dapo\nbeta: 0.1\nnum_generations: 4\n")
     make_run(folder / "run", 10, samples=False)
     make_run(folder / "sampled", 1)
@@ -210,7 +211,7 @@ def read_store(path: Path) -> None:
 KINDS: dict[str, Callable[[Path], Any]] = {
     "run.yaml": read_configuration,
     **dict.fromkeys(["data.jsonl", "array.json", "data.csv", "data.parquet", "data.arrow"], read_data),
-    **dict.fromkeys(["verl.sh", "verl.yaml", "trl.yaml"], lambda path: translate([str(path)])),
+    **dict.fromkeys(["verl.yaml", "trl.yaml"], lambda path: translate([path.stem, str(path)])),
     "model/config.json": lambda path: read_model_shape(path.parent),
     **dict.fromkeys(["model/tokenizer.json", "model/tokenizer_config.json"], read_tokenizer),
     **dict.fromkeys(["model/model.safetensors", "sharded/model.safetensors.index.json"], read_weights),
@@ -317,6 +318,13 @@ def test_a_command_ends_with_0_or_2(good: Path, command: Callable, monkeypatch, 
     assert command(good) == 0, capsys.readouterr().err
     try_one()
     assert min(seen.values()) > 0, seen
+
+
+def test_a_line_that_is_cut_off_has_one_line_number() -> None:
+    with pytest.raises(InputError, match=r"^line 24: not JSON \(Expecting value at column 6\)$"):
+        decode(b'{"a":\n', "line 24")
+    with pytest.raises(InputError, match=r"^line 24: not JSON "):
+        decode('{"a": 1}\v', "line 24")
 
 
 def test_what_only_transformers_refuses_in_config_json_ends_with_2(good: Path, capsys) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _SHOWN = 10
+_FROM = "--from"
 _NO_GAIN = 0.99  # of the seconds of a step
 _SLEEP = ("train.colocate_all", "ds.enable_sleep", "vllm.enable_sleep", "train.dynamic_batch_enable")
 _GROUP, _USUAL_GROUP = "rollout.n_samples_per_prompt", 8
@@ -41,9 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     """0; 2 if nothing fits, or the arguments or the configuration are wrong."""
     silence_libraries()
     argv = sys.argv[1:] if argv is None else argv
+    if _FROM in argv:
+        return _translate(argv[: argv.index(_FROM)], argv[argv.index(_FROM) + 1 :])
     arguments, words = _parse(argv)
-    if arguments.source is not None:
-        return _translate([arguments.source, *words], arguments.gpus)
     from openrlhf_ext.tools.plan.candidate import PlanError
     from openrlhf_ext.tools.plan.search import Planner
     from openrlhf_ext.tools.plan.seconds import card
@@ -71,11 +72,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _translate(words: list[str], gpus: int | None) -> int:
+def _translate(ahead: list[str], words: list[str]) -> int:
+    """``words``: the project and its own options, which may be called like ours."""
     from openrlhf_ext.tools.plan.translate import translate
 
+    parser = CommandParser("plan --from", "Prints the YAML for a run of another project (docs/migration.md).")
+    parser.add_argument("--gpus", type=positive, help="of a run of TRL (1), which leaves them to its launcher")
     try:
-        print(translate(words, gpus), end="")
+        print(translate(words, parser.parse_args(ahead).gpus), end="")
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
@@ -114,8 +118,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--write", metavar="LAYOUT.yaml", help="the best layout, for train_ppo_ray --config")
     parser.add_argument("--json", metavar="OUT", help="the plan for programs")
     parser.add_argument(
-        "--from", dest="source", metavar="FILE", help="plan nothing: print the YAML for a configuration of verl or TRL "
-        "(.yaml, .sh, or the word verl or trl), with NAME=VALUE behind it (docs/migration.md)",
+        _FROM, action="store_true", help="plan nothing: print the YAML for a run of verl or trl: the project and its "
+        "own options or YAML file are behind this; in a script of theirs it stands where their trainer is started "
+        "(docs/migration.md)",
     )  # fmt: skip
     return parser.parse_known_args(argv)
 
@@ -124,9 +129,8 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Iterator[str]:
-    from openrlhf_ext.tools.plan.seconds import STEP_ERROR
-
-    best = found[0]
+    best, error = found[0], planner.clock.error
+    kind = "mixtures of experts" if planner.shape.num_experts else "dense models"
     yield from _head(planner, gpus)
     yield ""
     yield from _ranking(planner, found, gpus)
@@ -138,9 +142,9 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
     yield ""
     yield from _sync(planner, best)
     yield ""
-    yield (f"how far off the seconds are: of {STEP_ERROR.rows} steps that others published half are within a factor of "
-        f"{STEP_ERROR.median:.2f}, the worst is off by {STEP_ERROR.worst:.2f}; weight syncs of others took up to "
-        "thirty times as long (docs/scaling.md)")  # fmt: skip
+    yield (f"how far off the seconds are: of {error.rows} steps of {kind} that others published half are within a "
+        f"factor of {error.median:.2f}, the worst is off by {error.worst:.2f} (predicted / published {error.low:.2f} "
+        f"to {error.high:.2f}); weight syncs of others took up to thirty times as long (docs/scaling.md)")  # fmt: skip
     yield ""
     yield "assumptions (some fitted to seconds that others published, nothing measured on a GPU here):"
     yield from (f"  {line}" for line in planner.clock.lines())
@@ -311,6 +315,8 @@ def _nothing_fits(planner: Planner, found: Sequence[Candidate], gpus: int) -> st
         nearest, moment = found[0], found[0].fullest
         lines.append(f"what binds: {nearest.binding}; the nearest layout ({_degrees(nearest)}) needs:")
         lines += [f"  {moment.total / _GIB:8.2f}  GiB while {moment.doing}", *_parts(moment.parts)]
+    elif unmet := [*planner.unmet()]:
+        return "\n".join([*lines, *unmet, *_given(planner)])
     else:
         shared = planner.config.engines_share_gpus
         lines.append(
@@ -356,15 +362,13 @@ def layout_file(planner: Planner, best: Candidate, gpus: int, argv: Sequence[str
 
 
 def as_json(planner: Planner, found: Sequence[Candidate], gpus: int) -> dict[str, Any]:
-    from openrlhf_ext.tools.plan.seconds import STEP_ERROR
-
     fitting = [candidate for candidate in found if candidate.seconds]
     flops = planner.work.forward(planner.shape)
     return {
         "model": Path(planner.config.actor.model_name_or_path or "").name, "parameters": planner.parameters,
         "gpus": gpus, "gpu": dataclasses.asdict(planner.clock.gpu) | {"name": planner.gpu_name},
         "workload": dataclasses.asdict(planner.work), "assumptions": dataclasses.asdict(planner.assumed),
-        "step_error": dataclasses.asdict(STEP_ERROR),
+        "step_error": dataclasses.asdict(planner.clock.error),
         "flops_per_token": {
             "forward": flops.total / planner.work.length, "training": flops.training / planner.work.length,
         },

@@ -201,7 +201,7 @@ class _YamlReader:
 
 def read_command_line(argv: Sequence[str], table: OptionTable) -> CommandLine:
     line = CommandLine()
-    for word, values in _words_by_option(argv, line.violations):
+    for word, values in words_by_option(argv, line.violations):
         if word in ("--help", "-h"):
             line.help_filter = " ".join(values)
         elif word == "--config":
@@ -211,7 +211,7 @@ def read_command_line(argv: Sequence[str], table: OptionTable) -> CommandLine:
     return line
 
 
-def _words_by_option(argv: Sequence[str], violations: list[Violation]) -> Iterator[tuple[str, list[str]]]:
+def words_by_option(argv: Sequence[str], violations: list[Violation]) -> Iterator[tuple[str, list[str]]]:
     """``--name`` with the words that follow it; ``--name=value`` counts as two words."""
     groups: list[tuple[str, list[str]]] = []
     for word in argv:

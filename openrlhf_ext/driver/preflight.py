@@ -25,7 +25,6 @@ from openrlhf_ext.config.files import (
     has_weights,
     inputs_of,
     is_hub_name,
-    model_folder,
     tokenizer_fault,
 )
 from openrlhf_ext.config.model_rules import model_violations
@@ -143,11 +142,14 @@ def tried(config: RunConfig) -> tuple[list[Tried], list[str]]:
 
 
 def unseen_inputs(config: RunConfig | SupervisedConfig) -> list[str]:
-    """Hub names of models and data sets of which nothing is on this machine, with their options."""
+    """Hub names of models and data sets that are not on this machine, with their options; configs/models has the
+    config.json of some models, and no more."""
+    from huggingface_hub import try_to_load_from_cache
+
     models = [(option, str(value_of(config, option) or "")) for option in config.model_options]
     inputs = [(name, ref.path) for name in config.data_options for ref in dataset_refs(inputs_of(config, name))]
-    unseen = [(option, name) for option, name in models if name and model_folder(name) is None]
-    return [f"{option} {name}" for option, name in (*unseen, *(one for one in inputs if is_hub_name(one[1])))]
+    named = [one for one in (*models, *inputs) if is_hub_name(one[1])]
+    return [f"{option} {name}" for option, name in named if try_to_load_from_cache(name, "config.json") is None]
 
 
 def trained_models(config: RunConfig) -> dict[str, dict[str, Any]]:

@@ -21,7 +21,7 @@ from openrlhf_ext.cli.train_ppo_ray import dry_run
 from openrlhf_ext.config import load_config
 from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.tools.plan.search import SHARES
-from openrlhf_ext.tools.plan.seconds import STEP_ERROR, Assumptions
+from openrlhf_ext.tools.plan.seconds import MIXTURE_ERROR, STEP_ERROR, Assumptions
 from tests.launch import launch
 from tests.megatron.reference import make_batch
 from tests.models import make_tiny_policy
@@ -102,6 +102,8 @@ def test_a_mixtures_plan_says_over_how_many_ranks_experts_are_dealt(tmp_path, ca
     assert header[:6] == ["TP", "PP", "VP", "CP", "EP", "DP"]
     assert "30,532,122,624 parameters (3,353,032,704 of them for a token), on 16 H100" in said
     assert "products of experts reach 0.5 of that rate" in said and "selective: moe" in said
+    assert f"of {MIXTURE_ERROR.rows} steps of mixtures of experts that others published" in said
+    assert f"(predicted / published {MIXTURE_ERROR.low:.2f} to {MIXTURE_ERROR.high:.2f})" in said
     assert yaml.safe_load(layout.read_text())["megatron"]["expert_parallel_size"] == 8
 
 
@@ -110,6 +112,21 @@ def test_a_share_that_leaves_no_room_is_named(capsys):
     error = capsys.readouterr().err
     assert "what binds: the engines' share of a GPU (vllm.gpu_memory_utilization 0.98)" in error
     assert "leave vllm.gpu_memory_utilization out" in error
+
+
+@pytest.mark.parametrize(("model", "gpus", "words", "rule"), [
+    ("qwen3-235b-a22b", "128", ("--vllm.tensor_parallel_size", "16"), "vllm.tensor_parallel_size must not exceed "
+        "actor.num_gpus_per_node: an engine stays within a node; got 16 and 8"),
+    ("llama-3.1-8b", "32", ("--megatron.tensor_parallel_size", "16"), "megatron.tensor_parallel_size must not exceed "
+        "actor.num_gpus_per_node: ranks that share a layer stay within a node; got 16 and 8"),
+    ("qwen2.5-7b", "8", ("--vllm.tensor_parallel_size", "3"), "vllm.tensor_parallel_size must divide the model's"),
+])  # fmt: skip
+def test_where_no_layout_is_allowed_the_rule_is_named(model, gpus, words, rule, capsys):
+    run = ("--actor.model_name_or_path", str(ROOT / "configs/models" / model), "--gpus", gpus)
+    shared = ("--train.colocate_all", "--ds.enable_sleep", "--vllm.enable_sleep")
+    assert plan.main([*run, *shared, *words]) == 2
+    error = capsys.readouterr().err
+    assert rule in error and "more GPUs" not in error and "another number" not in error
 
 
 def test_nothing_fits_names_the_part_and_the_fewest_gpus(capsys):
@@ -322,11 +339,13 @@ def test_published_steps_are_fitted_on_a_third_and_judged_by_the_rest(monkeypatc
     benchmark.main()
     found = json.loads(capsys.readouterr().out)
     names = sorted(row["id"] for row in json.loads(benchmark.ROWS.read_text())["rows"])
-    assert seen == names[::3] == [row["id"] for row in found["rows"] if row["fitted"]]
+    mixtures = [name for name in names if "-a3b " in name or "-a22b " in name]
+    dense = [name for name in names if name not in mixtures]
+    assert seen == dense[::3] == [row["id"] for row in found["rows"] if row["fitted"]] and len(mixtures) == 8
     assert found == record.load("plan_cpu.json")["published"], "python benchmarks/plan.py --output"
     assert {name: getattr(Assumptions(), name) for name in benchmark.FITTED} == found["constants"]
     step, former = found["error"]["step"], found["former"]["step"]
-    assert dataclasses.asdict(STEP_ERROR) == {name: step[name] for name in ("rows", "median", "worst")}
+    assert dataclasses.asdict(STEP_ERROR) == step and dataclasses.asdict(MIXTURE_ERROR) == found["mixtures"]
     assert step["median"] < former["median"] and step["worst"] < former["worst"], "the fitted ones are the better ones"
     assert sum("step" in row["ratio"] for row in found["rows"]) >= 15
 
@@ -343,5 +362,6 @@ def test_a_plan_says_how_far_off_it_is(tmp_path, capsys):
     out = tmp_path / "plan.json"
     assert plan.main([*QWEN25_7B, "--gpus", "8", "--json", str(out)]) == 0
     error = f"within a factor of {STEP_ERROR.median:.2f}, the worst is off by {STEP_ERROR.worst:.2f}"
-    assert error in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert error in said and f"of {STEP_ERROR.rows} steps of dense models" in said
     assert json.loads(out.read_text())["step_error"] == dataclasses.asdict(STEP_ERROR)

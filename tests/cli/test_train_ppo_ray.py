@@ -87,6 +87,7 @@ def reward_func(queries, prompts, labels):
     [
         ([], "reward.remote_url raised in its trial"),
         (["--actor.model_name_or_path", "Qwen/Qwen3-4B-Base"], "actor.model_name_or_path Qwen/Qwen3-4B-Base, which"),
+        (["--actor.model_name_or_path", "Qwen/Qwen2.5-0.5B"], "actor.model_name_or_path Qwen/Qwen2.5-0.5B, which"),
         (["--data.prompt_dataset", "openai/gsm8k"], "data.prompt_dataset openai/gsm8k, which is not on this machine"),
     ],
 )

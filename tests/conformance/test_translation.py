@@ -19,10 +19,13 @@ from openrlhf_ext.config import option_table
 from openrlhf_ext.tools.plan import translate
 from tests.conformance.packages import unpacked
 from tests.models import make_tiny_policy
+from tests.tools.plan.test_translate import words_of_bash
 
 pytestmark = pytest.mark.conformance
-EARLIER = ("reward_model.overlong_buffer.", "reward_model.reward_kwargs.", "warmup_ratio")
-"""Names of verl's DAPO scripts that its lists do not have, and of transformers before 5."""
+EARLIER = ("reward_model.overlong_buffer.", "reward_model.reward_kwargs.", "warmup_ratio", "max_prompt_length", "gpus",
+           "lr_scheduler_kwargs.")  # fmt: skip
+"""Names of verl's DAPO scripts that its lists do not have, of transformers before 5 and of earlier TRL; the launcher's
+GPUs, and keys of a map."""
 
 
 def table(project: str) -> dict[str, Any]:
@@ -95,7 +98,7 @@ def test_every_option_of_theirs_is_translated_or_has_a_reason(project, request):
 
 def test_a_whole_configuration_of_verl_has_a_line_for_each_option(of_verl, tmp_path, capsys):
     file = unpacked("verl==0.9.1") / "verl/trainer/config/_generated_ppo_trainer.yaml"
-    assert plan(["--from", str(file)]) == 0
+    assert plan(["--from", "verl", str(file)]) == 0
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if line.startswith("# ")]
     given = dict(translate._flat(yaml.safe_load(file.read_text())))
@@ -106,26 +109,15 @@ def test_a_whole_configuration_of_verl_has_a_line_for_each_option(of_verl, tmp_p
 
 
 def test_a_name_that_is_close_to_one_says_so(capsys):
-    assert plan(["--from", "trl", "learning_rte=1e-5", "top_k=50"]) == 0
+    assert plan(["--from", "trl", "--learning_rte", "1e-5", "--top_k", "50"]) == 0
     printed = capsys.readouterr().out
     assert "# learning_rte 1e-05: TRL 1.16.0 has no such option; there is learning_rate\n" in printed
     assert "# top_k 50: only all tokens are here\n" in printed
-    assert plan(["--from", "trl", "data_seed=3", "zzz=1"]) == 0
+    assert plan(["--from", "trl", "--data_seed=3", "--zzz", "1"]) == 0
     printed = capsys.readouterr().out
     assert "# data_seed 3: not here\n# " in printed and "# zzz 1: TRL 1.16.0 has no such option\n" in printed
-    assert plan(["--from", "verl", "zzz.x=1"]) == 0
+    assert plan(["--from", "verl", "zzz.x=1", "data.seed=3"]) == 0
     assert "# zzz.x 1: verl 0.9.1 has no such option\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("words", "complaint"), [
-    (["no_such.yaml"], "no_such.yaml cannot be read"),
-    (["verl", "algorithm"], "takes NAME=VALUE behind verl: got algorithm"),
-    (["verl", "actor_rollout_ref.rollout.n=four"],
-        "ValueError: actor_rollout_ref.rollout.n must be a number, as its default 1: got 'four'"),
-])  # fmt: skip
-def test_what_cannot_be_read_is_one_line(words, complaint, capsys):
-    assert plan(["--from", *words]) == 2
-    assert complaint in capsys.readouterr().err
 
 
 # ---- what an option becomes ------------------------------------------------------------------------------------------
@@ -166,27 +158,27 @@ ACTOR = "actor_rollout_ref.actor."
         "eval.temperature": 0, "eval.n_samples_per_prompt": 1}),
 ])  # fmt: skip
 def test_verls_options_and_defaults_are_ours(words, expected, capsys):
-    ours, _ = translated(capsys, "verl", *words)
+    ours, _ = translated(capsys, "verl", "trainer.nnodes=1", *words)
     assert {name: ours.get(name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(("words", "expected"), [
     ([], {"actor.lr_scheduler": "linear", "actor.loss_agg_mode": "token-mean", "algo.grpo.adv_eps": 1e-4,
         "algo.kl.init_coef": 0.0, "train.num_episodes": 3, "algo.advantage.is_correction_level": "off"}),
-    (["beta=0.04"], {"algo.kl.estimator": "k3", "algo.kl.unbiased_gradient": True, "algo.kl.use_loss": True}),
-    (["loss_type=dr_grpo", "scale_rewards=none", "max_completion_length=100"], {"algo.grpo.l_norm": 100,
+    (["--beta=0.04"], {"algo.kl.estimator": "k3", "algo.kl.unbiased_gradient": True, "algo.kl.use_loss": True}),
+    (["--loss_type=dr_grpo", "--scale_rewards=none", "--max_completion_length=100"], {"algo.grpo.l_norm": 100,
         "algo.grpo.agg": "seq-mean-token-sum-norm", "algo.grpo.normalize_std": False, "actor.loss_agg_mode": None}),
-    (["importance_sampling_level=sequence", "loss_type=grpo", "epsilon=3e-4", "epsilon_high=4e-4"],
+    (["--importance_sampling_level=sequence", "--loss_type=grpo", "--epsilon=3e-4", "--epsilon_high=4e-4"],
         {"algo.advantage.estimator": "gspo", "actor.eps_clip_low_high": [3e-4, 4e-4], "actor.loss_agg_mode": None}),
-    (["use_vllm=true", "vllm_importance_sampling_mode=token_truncate"],
+    (["--use_vllm=true", "--vllm_importance_sampling_mode=token_truncate"],
         {"algo.advantage.is_correction_mode": "clip", "algo.advantage.is_correction_threshold": [0.0, 3.0]}),
-    (["per_device_train_batch_size=4", "gradient_accumulation_steps=2", "steps_per_generation=8"],
+    (["--per_device_train_batch_size=4", "--gradient_accumulation_steps=2", "--steps_per_generation=8"],
         {"rollout.batch_size": 4, "train.batch_size": 8}),
-    (["delta=4", "mask_truncated_completions=true"], {"actor.dual_clip": 4, "algo.grpo.mask_truncated": True}),
-    (["use_peft=true", "lora_r=1"], {"ds.lora.rank": 1, "ds.lora.alpha": 32, "ds.lora.dropout": 0.05}),
+    (["--delta=4", "--mask_truncated_completions=true"], {"actor.dual_clip": 4, "algo.grpo.mask_truncated": True}),
+    (["--use_peft=true", "--lora_r=1"], {"ds.lora.rank": 1, "ds.lora.alpha": 32, "ds.lora.dropout": 0.05}),
 ])  # fmt: skip
 def test_trls_options_and_defaults_are_ours(words, expected, capsys):
-    ours, _ = translated(capsys, "trl", *words)
+    ours, _ = translated(capsys, "trl", "--seed=42", *words)
     assert {name: ours.get(name) for name in expected} == expected
 
 
@@ -195,9 +187,9 @@ def test_trls_options_and_defaults_are_ours(words, expected, capsys):
     (["verl", "algorithm.adv_estimator=remax"], "algorithm.adv_estimator: this estimator"),
     (["verl", "algorithm.rollout_correction.rollout_is=sequence"], "rollout_is: a product of ratios is not here"),
     (["verl", "reward.custom_reward_function.name=mine"], "custom_reward_function.name: a file with several functions"),
-    (["trl", "scale_rewards=batch"], "scale_rewards: the std of the batch is not here"),
-    (["trl", "use_vllm=true"], "vllm_importance_sampling_mode: a product of ratios is not here"),
-    (["trl", "loss_type=vespo"], "loss_type: this loss is not here"),
+    (["trl", "--scale_rewards=batch"], "scale_rewards: the std of the batch is not here"),
+    (["trl", "--use_vllm=true"], "vllm_importance_sampling_mode: a product of ratios is not here"),
+    (["trl", "--loss_type=vespo"], "loss_type: this loss is not here"),
 ])  # fmt: skip
 def test_what_means_something_else_has_a_line(words, line, capsys):
     assert line in translated(capsys, *words)[1]
@@ -358,17 +350,17 @@ def dry_run(capsys: Any, tmp_path: Path, source: list[str], *words: str) -> str:
 def test_published_scripts_of_verl_dry_run(script, task, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("DATA", str(task))
     monkeypatch.setenv("MODEL", str(task / "model"))
-    (tmp_path / "run.sh").write_text(script)
     reward = f"reward.custom_reward_function.path={task / 'verl_reward.py'}"
-    said = dry_run(capsys, tmp_path, [str(tmp_path / "run.sh"), reward], "--ckpt.output_dir", str(tmp_path / "out"))
+    words = [*words_of_bash(script, tmp_path), reward]
+    said = dry_run(capsys, tmp_path, words, "--ckpt.output_dir", str(tmp_path / "out"))
     assert "made as the answer to the first prompt: reward 0.5" in said, "ground_truth of the column reward_model"
 
 
 @pytest.mark.parametrize("config", [GSPO, LORA, DAPO_OF_TRL], ids=["gspo", "lora", "dapo"])
 def test_published_configurations_of_trl_dry_run(config, task, tmp_path, capsys):
     (tmp_path / "trl.yaml").write_text(config)
-    given = [f"model_name_or_path={task / 'model'}", f"dataset_name={task / 'trl.jsonl'}"]
+    given = ["--model_name_or_path", str(task / "model"), "--dataset_name", str(task / "trl.jsonl")]
     more = ("--data.label_key", "solution", "--reward.remote_url", str(task / "trl_reward.py"))
     out = ("--ckpt.output_dir", str(tmp_path / "out"))
-    said = dry_run(capsys, tmp_path, [str(tmp_path / "trl.yaml"), *given], *more, *out)
+    said = dry_run(capsys, tmp_path, ["trl", str(tmp_path / "trl.yaml"), *given], *more, *out)
     assert "made as the answer to the first prompt: reward 0.25" in said

@@ -38,7 +38,7 @@ from openrlhf_ext.tools.plan.seconds import GLOO, GPUS, KV_CACHE, WHOLE, Assumpt
 ACTOR, CRITIC, REWARDS, GUIDE = (f"{name}.model_name_or_path" for name in ("actor", "critic", "reward", "guide"))
 ALIKE = 0.05
 """Steps that differ by a smaller share count as equally long."""
-TIGHT = 0.95
+TIGHT = 0.9
 """A layout that takes a larger share of a GPU comes after all others that fit: parts of the sum are estimates."""
 SHARE = "vllm.gpu_memory_utilization"
 _SAME_CARD = 0.85  # of two names, with one slip; A100-24 is no A100-40
@@ -125,12 +125,12 @@ class Candidate:
 
 def order(candidate: Candidate) -> tuple[float, ...]:
     """Steps that differ by less than the model of seconds knows are as good as equal: then the layout whose copies take
-    the fewest ranks is ahead, and of those the one that takes least memory. What does not fit comes last."""
+    the fewest ranks is ahead, and of those the one whose training takes least memory. What does not fit comes last."""
     if candidate.seconds is None:  # the nearest to fitting first
         return math.inf, candidate.short, candidate.fullest.total
     alike = int(math.log(candidate.seconds.step) / math.log(1 + ALIKE))
-    ranks = candidate.policy.layout.copy_ranks
-    return candidate.tight(), alike, ranks, candidate.fullest.total, candidate.seconds.step
+    ranks, tight = candidate.policy.layout.copy_ranks, any(map(candidate.tight, candidate.decisive))
+    return tight, alike, ranks, max(map(TOTAL, candidate.moments[1:])), candidate.seconds.step
 
 
 @dataclass(frozen=True)

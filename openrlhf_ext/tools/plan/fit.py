@@ -137,9 +137,9 @@ def _planner(config: RunConfig, device: Device) -> Planner:
 def choice(config: RunConfig | SupervisedConfig) -> dict[str, Any]:
     """What ``megatron.layout auto`` comes to, as options; none where the model's config.json is not here yet.
 
-    The layout as it is written (1 everywhere) where that fits; else the best by the planner's order; else the one that
-    lacks least, if its states fit. GPU counts, engines and what the run sets stay; sizes that it gives DeepSpeed do
-    where a layout fits with them. Called before the rules are asked, so they may be broken.
+    The layout as it is written (1 everywhere) where that leaves a tenth of the GPU free; else the best by the planner's
+    order; else the one that lacks least, if its states fit. GPU counts, engines and what the run sets stay; sizes that
+    it gives DeepSpeed do where a layout fits with them. Called before the rules are asked, so they may be broken.
     """
     if isinstance(config, SupervisedConfig):
         return choice(as_run(config))
@@ -179,8 +179,10 @@ def _search(planner: Planner, goal: Goal) -> dict[str, Any] | None:
     A critic has the policy's sizes if any layout does with them.
     """
     config = planner.config
-    if goal == "fits" and planner.is_allowed and planner.as_configured().fits:
-        return {}
+    if goal == "fits" and planner.is_allowed:
+        written = planner.as_configured()
+        if written.fits and not any(map(written.tight, written.decisive)):
+            return {}
     if (best := _best(planner, goal)) is not None or not config.has_critic:
         return best
     for sizes in planner.critic_layouts():
@@ -405,11 +407,14 @@ class Verdict:
 
 
 def verdict(config: RunConfig) -> Verdict:
-    """The same sum as ``plan``'s, for the GPU of this machine, or an H100's where there is none."""
-    device = _device_of(config) or _ASSUMED_DEVICE
+    """The same sum as ``plan``'s, for the GPU of this machine, or an H100's where there is none; on CPU there is no
+    sum."""
     missing = " and ".join(violation.options[0] for violation in not_given(config))
     starts = f"would start, once {missing} {'are' if ' and ' in missing else 'is'} given" if missing else "would start"
-    details = [*_model_lines(config), *_places(config)]
+    device = _device_of(config)
+    details = [*_model_lines(config), *_places(config, "processes on CPU" if device is None else "GPUs")]
+    if device is None:
+        return Verdict(starts, tuple(details), True)
     try:
         laid_out = _planner(config, device).as_configured()
     except PlanError as error:
@@ -435,8 +440,8 @@ def _model_lines(config: RunConfig) -> Iterator[str]:
         yield redact(f"model: {unknown_model(name)}")
 
 
-def _places(config: RunConfig) -> Iterator[str]:
-    yield (f"GPUs: {config.gpus}: {config.training_ranks} ranks that train or score, "
+def _places(config: RunConfig, what: str) -> Iterator[str]:
+    yield (f"{what}: {config.gpus}: {config.training_ranks} ranks that train or score, "
         f"{config.vllm.num_engines} engines of {config.vllm.tensor_parallel_size} on "
         f"{'the same' if config.engines_share_gpus else 'others'}")  # fmt: skip
 

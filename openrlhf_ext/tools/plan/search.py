@@ -106,6 +106,14 @@ class Planner(Costs):
         if config.has_reward_model:
             yield from divisible(REWARDS, self.shape_of(REWARDS), "megatron.{}".format, config.even_megatron)
 
+    def unmet(self) -> Iterator[str]:
+        """Why no layout has sizes that are kept."""
+        per_node = self.config.actor.num_gpus_per_node
+        for name, what in ((_ENGINE_SIZE, "an engine stays"), (SIZES[0], "ranks that share a layer stay")):
+            if (size := self.kept.get(name, 1)) > per_node:
+                yield f"{name} must not exceed actor.num_gpus_per_node: {what} within a node; got {size} and {per_node}"
+        yield from (one.message for one in self._models_broken(self.config) if self.kept.keys() & set(one.options))
+
     # ---- layouts ------------------------------------------------------------------------------------------------
 
     def candidates(self, gpus: int) -> list[Candidate]:
@@ -135,14 +143,15 @@ class Planner(Costs):
         return self.candidate(options, self.config, self.models(self.config))
 
     def with_best_share(self, options: Options, models: Models | None = None) -> Candidate:
-        """The layout with the engines' share that the run sets, or else with the best one: the first in the order."""
+        """The layout with the engines' share that the run sets, or else with the fastest one that leaves room; where a
+        step is as good as equal, with the largest."""
         config = with_options(self.config, options)
         models = models or self.models(config)
         if config.vllm.gpu_memory_utilization is not None:
             return self.candidate(options, config, models)
         tried = ({SHARE: share} for share in (SHARES[1::2] if self.coarse else SHARES))
         found = (self.candidate({**options, **share}, with_options(config, share), models) for share in tried)
-        return min(found, key=order)
+        return min(found, key=lambda one: (one.short, one.tight(), *order(one)[1:2], -one.share))
 
     def critic_layouts(self) -> Iterator[Options]:
         """Sizes of the critic's own that its ranks allow, the fewest ranks of a copy ahead; none where it has some."""

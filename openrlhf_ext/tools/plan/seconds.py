@@ -115,7 +115,7 @@ class Assumptions:
         traffic: bytes of the GPU's memory that a layer's forward pass reads and writes for each token and hidden entry
             beside its matrix products: norms, rotary embedding, activation, residual sums.
         launch_us: microseconds of the host for a layer's forward pass of a micro-batch, however few its tokens are.
-        tail: share of the batch that is still decoding while the longest responses are finished.
+        tail: share of an engine's requests that are still decoding while the longest responses are finished.
         engine_gib: what an engine worker holds besides weights and KV cache: activations, CUDA graphs.
         fixed_s: seconds of a step for grading, shaping, records and waking up.
     """
@@ -135,15 +135,19 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Error:
-    """Of published seconds that the fit did not see: the larger of predicted / published and its inverse."""
+    """Of published seconds that the fit did not see: the larger of predicted / published and its inverse; ``low``,
+    ``high``: of predicted / published."""
 
     rows: int
     median: float
     worst: float
+    low: float
+    high: float
 
 
-STEP_ERROR = Error(rows=13, median=1.17, worst=1.54)
-"""As benchmarks/results/plan_cpu.json has it."""
+STEP_ERROR = Error(rows=13, median=1.17, worst=1.54, low=0.65, high=1.2)
+MIXTURE_ERROR = Error(rows=8, median=1.49, worst=2.02, low=0.49, high=1.23)
+"""Of dense models and of mixtures of experts, as benchmarks/results/plan_cpu.json has it."""
 
 
 KV_CACHE = "engine: KV cache"
@@ -266,6 +270,10 @@ class Clock:
         return self.parameters - self.shape.num_layers * self.shape.mlp.idle_weights
 
     @property
+    def error(self) -> Error:
+        return MIXTURE_ERROR if self.shape.num_experts else STEP_ERROR
+
+    @property
     def _held(self) -> int:
         """Tokens of a request, on average while it is decoded."""
         return self.work.prompt_tokens + self.work.response_tokens // 2
@@ -278,7 +286,8 @@ class Clock:
         return max(1, min(waiting, engines.most, engines.parts[KV_CACHE] // engines.kv_token_bytes // self._held))
 
     def rollout(self, engines: Engines) -> float:
-        """Prefill, decoding in full batches, and the tail of the longest responses."""
+        """Prefill, decoding in full batches, and the tail of the longest responses: a share of all that the engine may
+        be asked for, so that more cache is never slower."""
         batch = self.concurrency(engines)
         if batch == 0:
             return math.inf
@@ -286,8 +295,9 @@ class Clock:
         prompts = math.ceil(mine / self.work.group) if engines.prefix_caching else mine
         prefill = prompts * self.work.prompt_tokens * self._products(2 * self.active, engines.recipe)
         full = mine * self.work.response_tokens / batch * self._decode(engines, batch)
-        rest = max(1, int(batch * self.assumed.tail))
-        tail = (self.work.longest - self.work.response_tokens) * self._decode(engines, rest)
+        rest = max(1, int(min(mine, engines.most) * self.assumed.tail))
+        together = min(batch, rest)
+        tail = (self.work.longest - self.work.response_tokens) * rest / together * self._decode(engines, together)
         return prefill / engines.tensor_parallel_size + full + tail
 
     def _decode(self, engines: Engines, batch: int) -> float:

@@ -10,7 +10,6 @@ A value that is given and has no option and no rule has a line: nothing is dropp
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,38 +17,64 @@ from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import yaml
 
-from openrlhf_ext.config.load import ConfigLoader
-from openrlhf_ext.inputs import InputError, nearest, read_text, reading
+from openrlhf_ext.config.load import ConfigLoader, words_by_option
+from openrlhf_ext.inputs import InputError, nearest, read_text, reading, type_name
 from openrlhf_ext.options import nest
 
 PROJECTS = ("verl", "trl")
-_WORD = re.compile(r"[+~-]*(?P<name>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
-_SUM, _DEFAULT = re.compile(r"\$\(\((.*?)\)\)(?!\))"), re.compile(r"\$\{(\w+):-([^{}]*)\}")
 _SHORT = {"A.": "actor_rollout_ref.actor.", "R.": "actor_rollout_ref.rollout."}
+_WORD = re.compile(r"\+{0,2}(?P<name>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+_KEY = re.compile(r"((?<!\$)[{,]\s*[\w.]+):(?=\S)")  # of hydra's maps, which need no space behind the colon
+_OWN = ("ppo_trainer", "ppo_megatron_trainer")
+"""Files of verl, whose defaults are those of the table."""
+_IN_SCRIPTS = (
+    "in a shell script write `openrlhf-ext plan --from verl` in the place of `python3 -m verl.trainer.main_ppo` (or "
+    "`--from trl` in the place of what starts TRL's script), and run it with bash, which alone knows what it says"
+)
+_HYDRA = (
+    "takes hydra to be read; what `python3 -m verl.trainer.main_ppo ... --cfg job --resolve` prints is a file that can "
+    "be read"
+)
 
 
 def translate(words: Sequence[str], gpus: int | None = None) -> str:
     """YAML for ``train --config``, with a comment for each option that means something else here, or nothing.
 
     Args:
-        words: a YAML file, a shell script, or the name of a project; then words NAME=VALUE.
+        words: the project, one of ``PROJECTS``, and its options as a shell hands them to its trainer: hydra's
+            NAME=VALUE or TRL's --NAME VALUE, behind a YAML file of the project if there is one.
         gpus: what TRL's configuration leaves to its launcher (1).
     Raises:
-        InputError: it cannot be read, or a value is not of the kind that the project has.
+        InputError: the project is not named or another one, something cannot be read or takes hydra to be read, or a
+            value is not of the kind that the project has.
     """
-    given = dict(_given(words))
-    project = words[0] if words[0] in PROJECTS else "verl" if any("." in name for name in given) else "trl"
+    if not words or words[0] not in PROJECTS:
+        commands = (f"openrlhf-ext plan --from {shlex.join([one, *words])}" for one in PROJECTS)
+        raise InputError(f"plan --from takes the name of the project first: {' or '.join(commands)}; {_IN_SCRIPTS}")
+    project, *theirs = words
+    if project == "verl" and gpus is not None:
+        raise InputError("--gpus is for TRL, whose launcher knows: verl has trainer.n_gpus_per_node and trainer.nnodes")
     table = _table(project)
-    with reading(words[0], f"as options of {table['release']}"):
-        ours, lines = _by_table(table, given, gpus or 1)
-        head = f"# of {table['release']}, by openrlhf-ext plan --from {shlex.join(words)}\n"
-        notes = "".join(f"# {' '.join(line.split())}\n" for line in sorted(lines))
-        text = head + notes + yaml.safe_dump(nest(ours), sort_keys=True)
+    given = _of_verl(theirs) if project == "verl" else _of_trl(theirs)
+    unknown = [name for name in given if _said(table, name) is None]
+    known = given.keys() & {*table["options"], *table["lines"], *table["nothing"]}
+    if not given or len(unknown) > len(known):
+        raise InputError(
+            f"plan --from {project} takes a YAML file or options of {table['release']}, which knows "
+            f"{len(given) - len(unknown)} of the {len(given)} names here and not: {', '.join(unknown[:5])}"
+        )
+    if gpus is not None:
+        given["gpus"] = gpus
+    with reading(f"what is given behind --from {project}", f"as options of {table['release']}"):
+        ours, lines = _by_table(table, given)
+        comments = (f"of {table['release']}, by openrlhf-ext plan --from {shlex.join(words)}", *sorted(lines))
+        notes = "".join(f"# {' '.join(line.split())}\n" for line in comments)
+        text = notes + yaml.safe_dump(nest(ours), sort_keys=True)
         text.encode()  # no half of a character, which no terminal shows
     return text
 
@@ -59,14 +84,24 @@ def _table(project: str) -> dict[str, Any]:
     return yaml.safe_load(files(__package__).joinpath(f"{project}.yaml").read_text())
 
 
-def _by_table(table: Mapping[str, Any], given: Mapping[str, Any], gpus: int) -> tuple[dict[str, Any], list[str]]:
+def _said(table: Mapping[str, Any], name: str) -> str | None:
+    """What becomes of an option of theirs; None: they have none of this name."""
+    if name in table["options"]:
+        return ""
+    found = (said for pattern, said in table["lines"].items() if fnmatchcase(name, pattern))
+    return next(found, "not here" if name.partition(".")[0] in table["nothing"] else None)
+
+
+def _by_table(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     options, ours = table["options"], {}
-    kinds = [(name, options[name][1]) for name in given if name in options]
+    kinds = [(name, given[name], *options[name]) for name in given if name in options]
     if wrong := [
-        f"{name} must be a number, as its default {default}: got {given[name]!r:.80}"
-        for name, default in kinds
-        if isinstance(default, (int, float)) and not isinstance(given[name], (int, float, type(None)))
-    ]:
+        f"{name} must be {'true or false' if isinstance(default, bool) else 'a number'}, as its default {default}: got "
+        f"{value!r:.80}"
+        for name, value, own, default in kinds
+        if isinstance(default, (int, float)) and not isinstance(value, (int, float))
+        and (value is not None or own is not None)
+    ]:  # fmt: skip
         raise ValueError("; ".join(wrong))
 
     def v(name: str) -> Any:
@@ -76,59 +111,101 @@ def _by_table(table: Mapping[str, Any], given: Mapping[str, Any], gpus: int) -> 
     for theirs, (name, _) in options.items():
         if name is not None:
             ours[name] = v(theirs)
-    names = {"v": v, "ours": ours, "gpus": gpus}
+    names = {"v": v, "ours": ours}
     for name, rule in table["rules"].items():
         ours[name.format(estimator=ours.get("algo.advantage.estimator"))] = eval(rule, names)
     lines = [f"{name}: {text}" for name, (rule, text) in table["notes"].items() if eval(rule, names)]
     for name in given.keys() - options.keys():
-        text = "not here" if name in table["nothing"] else f"{table['release']} has no such option"
-        text = next((said for pattern, said in table["lines"].items() if fnmatchcase(name, pattern)), text)
-        near = nearest(name, [one for one in options if one.rpartition(".")[0] == name.rpartition(".")[0]], 0.85)
-        lines.append(f"{name} {given[name]}: {text}" + (f"; there is {near}" if near else ""))
+        if (text := _said(table, name)) is None:
+            near = nearest(name, [one for one in options if one.rpartition(".")[0] == name.rpartition(".")[0]], 0.85)
+            text = f"{table['release']} has no such option" + (f"; there is {near}" if near else "")
+        lines.append(f"{name} {given[name]}: {text}")
     return {name: value for name, value in ours.items() if value is not None}, lines
 
 
-def _given(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    source, *more = words
-    if source not in PROJECTS and Path(source).suffix == ".sh":
-        more = [*_words_of_script(source), *more]
-    elif source not in PROJECTS:
-        with reading(source, "as YAML"):
-            yield from _flat(yaml.load(read_text(source), Loader=ConfigLoader))
-    for word in more:
-        if (found := _WORD.fullmatch(word)) is None:
-            raise InputError(f"plan --from takes NAME=VALUE behind {source}: got {word}")
-        with reading(f"{source}: {found['name']}", "as NAME=VALUE"):
-            yield found["name"], yaml.load(found["value"], Loader=ConfigLoader)
+# ---- what is given -----------------------------------------------------------------------------------------------
 
 
-def _flat(tree: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+def _of_verl(words: Sequence[str]) -> dict[str, Any]:
+    """Of YAML files, then of hydra's words, which change what files say."""
+    paths, changes, left = [], {}, iter(words)
+    chosen = {"--config-path": "config", "--config-name": _OWN[0]}
+    for word in left:
+        name, equals, value = word.partition("=")
+        if name in chosen:
+            chosen[name] = value if equals else next(left, "")
+        elif (found := _WORD.fullmatch(word)) is not None:
+            text = found["value"]
+            text = _KEY.sub(r"\1: ", text) if text.startswith(("{", "[")) else text
+            changes |= _flat({found["name"]: _value(text, found["name"])})
+        elif word.endswith((".yaml", ".yml")):
+            paths.append(word)
+        else:
+            raise InputError(f"plan --from verl takes a YAML file and NAME=VALUE: got {word!r}; {_IN_SCRIPTS}")
+    folder, name = map(Path, chosen.values())
+    if folder != Path("config") or name.stem not in _OWN:  # verl's own stands for its defaults
+        paths.append(str(folder / (name if name.suffix else f"{name}.yaml")))
+    given = _of_files(paths) | changes
+    options = _table("verl")["options"]
+    return {name: _put_in(name, given) if name in options else value for name, value in given.items()}
+
+
+def _of_trl(words: Sequence[str]) -> dict[str, Any]:
+    """Of a YAML file, then of the words, as TRL's parser reads them."""
+    paths, given = [], {}
+    ahead = [] if not words or words[0].startswith("--") else ["--config"]
+    for word, texts in words_by_option([*ahead, *words], []):
+        name = word.removeprefix("--").replace("-", "_")
+        values = [_value(text, name) for text in texts]
+        if name == "config":
+            paths += texts
+        elif not texts and name.removeprefix("no_") in _table("trl")["options"]:
+            given[name.removeprefix("no_")] = not name.startswith("no_")
+        else:
+            given |= _flat({name: values[0] if len(values) == 1 else values or True})
+    if wrong := [path for path in paths if not path.endswith((".yaml", ".yml"))]:
+        raise InputError(f"plan --from trl takes a YAML file and --NAME VALUE: got {wrong[0]!r}; {_IN_SCRIPTS}")
+    return _of_files(paths) | given
+
+
+def _value(text: str, name: str) -> Any:
+    with reading(f"{name}={text}", "as a value"):
+        return yaml.load(text, Loader=ConfigLoader) if text else ""
+
+
+def _of_files(paths: Sequence[str]) -> dict[str, Any]:
+    """Raises InputError: one cannot be read, holds no map, or is composed of files other than verl's own."""
+    given: dict[str, Any] = {}
+    for path in paths:
+        with reading(path, "as YAML"):
+            tree = yaml.load(read_text(path), Loader=ConfigLoader)
+            if not isinstance(tree, dict):
+                raise InputError(f"{path} must hold a map of options, got a {type_name(tree)}")
+            first, *rest = tree.pop("defaults", None) or ["_self_"]
+            if first not in (*_OWN, "_self_") or rest not in ([], ["_self_"]):
+                raise InputError(f"{path}: its defaults list {[first, *rest]} {_HYDRA}")
+            given |= _flat(tree)
+    return given
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{above}{key}.")
-        elif key != "_target_" and not str(value).startswith("${"):  # a reference to another option
+        elif key != "_target_":
             yield f"{above}{key}", value
 
 
-def _words_of_script(path: str) -> Iterator[str]:
-    """Words NAME.NAME=VALUE of a shell script, with its own variables, defaults and sums put in."""
-    variables = dict(os.environ)
-    text = _SUM.sub(lambda found: found[0].replace(" ", ""), read_text(path))
-    with reading(path, "as a shell script"):
-        words = shlex.split(text, comments=True)
-    for word in words:
-        if (found := _WORD.fullmatch(word.removeprefix("("))) is None:
-            continue
-        value = Template(found["value"]).safe_substitute(variables)
-        value = _DEFAULT.sub(lambda each: variables.get(each[1]) or each[2], value)
-        value = _SUM.sub(lambda each: _sum(each[1], variables), value)
-        variables[found["name"]] = value
-        if "." in found["name"]:
-            if "$" in value:
-                raise InputError(f"{path}: nothing says what {value} is; put {found['name']}=VALUE into the script")
-            yield f"{found['name']}={value}"
+def _put_in(name: str, given: Mapping[str, Any], above: Sequence[str] = ()) -> Any:
+    """An option's value, with those of others that it refers to. Raises InputError: it refers to something else."""
+    value, above = given[name], (*above, name)
 
+    def other(found: re.Match[str]) -> Any:
+        return _put_in(found[1], given, above) if found[1] in given.keys() - above else found[0]
 
-def _sum(text: str, variables: Mapping[str, str]) -> str:
-    numbers = re.sub(r"[A-Za-z_]\w*", lambda each: variables.get(each[0], each[0]), text)
-    return str(int(eval(numbers))) if re.fullmatch(r"[\d()+*/-]+", numbers) else f"$(({text}))"
+    if isinstance(value, str):
+        whole = _REFERENCE.fullmatch(value)
+        value = other(whole) if whole else _REFERENCE.sub(lambda found: str(other(found)), value)
+    if "${" in str(value):
+        raise InputError(f"{name}={given[name]} is no reference to another option that is given, and {_HYDRA}")
+    return value

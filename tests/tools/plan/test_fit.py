@@ -56,6 +56,8 @@ def fullest(config: RunConfig) -> float:
     return max(moment.total for moment in moments) / laid_out.memory
 
 
+CROWDED = {("qwen2.5-32b", 8), ("qwen3-32b", 8), ("qwen3-30b-a3b", 8)}
+"""States alone take most of the GPU."""
 TOO_FEW = {
     ("llama-3.1-70b", 4, False), ("llama-3.1-70b", 8, False), ("llama-3.1-70b", 8, True),
     ("qwen2.5-32b", 4, False), ("qwen3-32b", 4, False),  # 18 bytes a parameter are more than these GPUs have
@@ -67,7 +69,8 @@ TOO_FEW = {
 
 @pytest.mark.parametrize("model", sorted(path.name for path in MODELS.iterdir()))
 def test_every_model_gets_a_layout_that_fits_wherever_its_states_do(model: str):
-    """What fits as it is written stays so; what fits nowhere is refused with the GPUs that would do."""
+    """What leaves a tenth of the GPU free as it is written stays so; what fits nowhere is refused with the GPUs that
+    would do."""
     tp = 8 if model.endswith(("70b", "32b", "a22b")) else 4 if model.endswith(("7b", "8b", "a3b")) else 1
     for gpus, shared, tokens in itertools.product((8, 16, 64), (False, True), (4096, 32768)):
         ranks, at = gpus if shared else gpus // 2, f"{gpus} GPUs, shared {shared}, {tokens} tokens"
@@ -79,8 +82,8 @@ def test_every_model_gets_a_layout_that_fits_wherever_its_states_do(model: str):
             assert "no layout of these GPUs fits; actor.num_nodes" in said and "would do" in said, at
             continue
         config, as_written = load(model, ranks, **options), load_config(words(model, ranks, **options), files=False)
-        assert fullest(config) <= 1, at
-        assert (sizes(config) == (1, 1, 1) and config.megatron.recompute == "none") == (fullest(as_written) <= 1), at
+        assert fullest(config) <= (1 if (model, ranks) in CROWDED else 0.9), at
+        assert (sizes(config) == (1, 1, 1) and config.megatron.recompute == "none") == (fullest(as_written) <= 0.9), at
 
 
 def test_a_mixture_is_laid_out_over_its_experts_too():
@@ -242,16 +245,25 @@ def test_a_run_on_cpu_is_laid_out_as_it_is_written(of_cpu, looked_at_only, monke
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = load("llama-3.1-70b", 2, **of_cpu)
     assert sizes(config) == (1, 1, 1) and not [line for line in config.warnings if "megatron.layout" in line]
-    assert sizes(load("qwen2.5-7b", 8, megatron__gpu_memory_gib=40, **of_cpu)) == (1, 4, 1), (
-        "memory that is given counts"
-    )
+    given = load("qwen2.5-7b", 8, megatron__gpu_memory_gib=40, **of_cpu)
+    assert sizes(given)[1] > 1, "memory that is given counts"
+
+
+def test_a_dry_run_on_cpu_speaks_of_no_gpu(looked_at_only, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    toy = {"vllm__sync_backend": "gloo", "vllm__num_engines": 1}
+    found = fit.verdict(load("qwen2.5-0.5b", 1, **toy))
+    assert "processes on CPU: 2: 1 ranks that train or score, 1 engines of 1 on others" in found.details
+    assert found.starts and not any("GPU" in line or "H100" in line for line in (found.text, *found.details))
+    said = "\n".join(fit.verdict(load("qwen2.5-0.5b", 1, **toy, megatron__gpu_memory_gib=40)).details)
+    assert "GPUs: 2: " in said and "memory of the fullest GPU, of 40.0 GiB" in said
 
 
 def test_a_hub_model_is_laid_out_when_it_has_been_downloaded(looked_at_only, monkeypatch):
     config = load("org/none", 8, actor__model_name_or_path="org/name", megatron__gpu_memory_gib=40, dry_run=False)
     assert any("chosen once the model's config.json is here" in warning for warning in config.warnings)
     monkeypatch.setattr(job, "downloaded", lambda option, name: str(MODELS / "qwen2.5-7b"))
-    assert sizes(job.with_local_model(config, fit.laid_out)) == (1, 4, 1)
+    assert sizes(job.with_local_model(config, fit.laid_out))[1] > 1
     monkeypatch.setattr(job, "downloaded", lambda option, name: str(MODELS / "llama-3.1-70b"))
     with pytest.raises(ConfigError, match="must cut the models so that a rank fits on a GPU"):
         job.with_local_model(config, fit.laid_out)
@@ -267,6 +279,6 @@ def test_the_gpu_of_this_machine_is_asked_without_starting_cuda_here(monkeypatch
     fit._gpu_here.cache_clear()
     try:
         config = load("qwen2.5-7b", 8, vllm__tensor_parallel_size=2)
-        assert sizes(config) == (1, 4, 1) and "40.0 GiB of this machine's NVIDIA H200" in config.warnings[-1]
+        assert sizes(config) == (1, 8, 1) and "40.0 GiB of this machine's NVIDIA H200" in config.warnings[-1]
     finally:
         fit._gpu_here.cache_clear()

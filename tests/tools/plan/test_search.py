@@ -13,7 +13,7 @@ from openrlhf_ext.config.rules import RULES
 from openrlhf_ext.ranks.shared_gpu import SharedGpu, SharedGpuTooSmall
 from openrlhf_ext.tools.plan.candidate import SHARE, Candidate, with_options
 from openrlhf_ext.tools.plan.memory import Moment, moments
-from openrlhf_ext.tools.plan.search import SHARING, Planner, balanced_ends
+from openrlhf_ext.tools.plan.search import SHARES, SHARING, Planner, balanced_ends
 from openrlhf_ext.tools.plan.seconds import GPUS, SLICES, WHOLE, Sync, card
 
 MODELS = (
@@ -134,6 +134,27 @@ def test_a_share_that_is_set_binds_and_one_that_is_not_is_searched():
     assert plan.fewest_gpus() is None and lacking in plan.candidates(8)[0].binding
     best = planner("Qwen/Qwen2.5-7B", False).candidates(8)[0]
     assert best.options[SHARE] == best.share < 0.95 and not best.tight()
+
+
+@pytest.mark.parametrize(("model", "tp", "words"), [
+    ("Qwen/Qwen2.5-7B", 4, ("--data.max_len", "32768")), ("Qwen/Qwen2.5-7B", 1, ()),
+    ("Qwen/Qwen3-30B-A3B", 2, ("--rollout.batch_size", "512")),
+    ("meta-llama/Llama-3.1-70B", 8, ("--ds.lora.rank", "16", "--data.max_len", "8192")),
+])  # fmt: skip
+def test_more_cache_is_never_slower_and_the_largest_share_that_leaves_room_wins_ties(model, tp, words):
+    plan = dataclasses.replace(planner(model, True, *words), response_tokens=1000)
+    engines = {"vllm.tensor_parallel_size": tp, "vllm.num_engines": 8 // tp}
+    seconds = []
+    for percent in range(20, 96):
+        found = plan.clock.engines(with_options(plan.config, {**engines, SHARE: percent / 100}))
+        seconds.append(plan.clock.rollout(found))
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] < seconds[0]
+    best = plan.candidates(8)[0]
+    layout = {name: value for name, value in best.options.items() if name != SHARE}
+    larger = [plan.candidate({}, config, plan.models(config)) for share in SHARES if share > best.share
+              for config in [with_options(plan.config, {**layout, SHARE: share})]]  # fmt: skip
+    assert best.seconds is not None and all(one.seconds is None or one.tight() for one in larger)
+    assert best.share >= 0.7
 
 
 def syncs(plan: Planner) -> dict[str, Sync]:
