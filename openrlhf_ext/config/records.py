@@ -7,6 +7,7 @@ stays an integer with all of its digits, and each field of a CSV file is a text.
 from __future__ import annotations
 
 import csv
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from openrlhf_ext.inputs import (
     LINE_BYTES,
     InputError,
     decode_record,
-    is_number,
     json_array,
     json_lines,
     reading,
@@ -197,22 +197,11 @@ def record_fault(record: Any, wanted: Wanted) -> str | None:
         label = record.get(wanted.label)
         if label is None:
             return f"has {'no' if wanted.label not in record else 'an empty'} {wanted.label!r}"
-        if (strange := _no_json(label)) is not None:
-            return f"has a {strange} under {wanted.label!r}, which JSON cannot hold: write it as a text"
+        try:
+            json.dumps(label, allow_nan=False)
+        except (TypeError, ValueError) as error:  # a grader in another process or machine could not be sent it
+            return f"has a {type_name(label)} under {wanted.label!r} that JSON cannot hold ({error}): write it as a text"
     return _answer_fault(record, wanted) if wanted.answers else None
-
-
-def _no_json(value: Any) -> str | None:
-    """What of a label could not be sent to a grader in another process or machine; None if all of it can."""
-    if value is None or isinstance(value, (str, bool, int)):
-        return None
-    if isinstance(value, Mapping):
-        return next(filter(None, map(_no_json, value.values())), None)
-    if isinstance(value, list):
-        return next(filter(None, map(_no_json, value)), None)
-    if isinstance(value, float):
-        return None if is_number(value) else "number that is not finite"
-    return type_name(value)
 
 
 def _answer_fault(record: dict[str, Any], wanted: Wanted) -> str | None:

@@ -278,7 +278,7 @@ def write_figure(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = {"step", *(name for panel in panels for name in (panel[0], panel[1], f"{panel[1]}_stderr"))}
+    shown = {"step", *(f"{name}{end}" for panel in panels for name in panel[:2] for end in ("", "_stderr"))}
     records = read_metrics(metrics_path, shown)
     figure = Figure(figsize=(10, 7), layout="constrained")
     for axes, (train, held_out, panel_title, unit) in zip(figure.subplots(2, 2).flat, panels, strict=True):

@@ -128,7 +128,9 @@ def _by_table(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[
 
 def _of_verl(words: Sequence[str]) -> dict[str, Any]:
     """Of YAML files, then of hydra's words, which change what files say."""
-    paths, changes, left = [], {}, iter(words)
+    paths: list[str] = []
+    changes: dict[str, Any] = {}
+    left = iter(words)
     chosen = {"--config-path": "config", "--config-name": _OWN[0]}
     for word in left:
         name, equals, value = word.partition("=")
@@ -142,9 +144,9 @@ def _of_verl(words: Sequence[str]) -> dict[str, Any]:
             paths.append(word)
         else:
             raise InputError(f"plan --from verl takes a YAML file and NAME=VALUE: got {word!r}; {_IN_SCRIPTS}")
-    folder, name = map(Path, chosen.values())
-    if folder != Path("config") or name.stem not in _OWN:  # verl's own stands for its defaults
-        paths.append(str(folder / (name if name.suffix else f"{name}.yaml")))
+    folder, file = map(Path, chosen.values())
+    if folder != Path("config") or file.stem not in _OWN:  # verl's own stands for its defaults
+        paths.append(str(folder / (file if file.suffix else f"{file}.yaml")))
     given = _of_files(paths) | changes
     options = _table("verl")["options"]
     return {name: _put_in(name, given) if name in options else value for name, value in given.items()}
