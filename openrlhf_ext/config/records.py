@@ -200,7 +200,8 @@ def record_fault(record: Any, wanted: Wanted) -> str | None:
         try:
             json.dumps(label, allow_nan=False)
         except (TypeError, ValueError) as error:  # a grader in another process or machine could not be sent it
-            return f"has a {type_name(label)} under {wanted.label!r} that JSON cannot hold ({error}): write it as a text"
+            kind = type_name(label)
+            return f"has a {kind} under {wanted.label!r} that JSON cannot hold ({error}): write it as a text"
     return _answer_fault(record, wanted) if wanted.answers else None
 
 
