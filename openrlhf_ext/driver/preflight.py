@@ -114,7 +114,8 @@ def prompts_fingerprint(config: RunConfig) -> dict[str, str]:
     if not config.logger.verbose:
         quiet_upstream_logs()
     try:
-        _, tokenizer = open_tokenizer(config)
+        with reading(Path(folder) / "config.json", "by transformers"):
+            _, tokenizer = open_tokenizer(config)
         return {"prompts": load_data(config, tokenizer)[0].fingerprint}
     except (InputError, OverlongPromptError, ValueError) as error:
         raise ConfigError([Violation(("data.prompt_dataset",), f"data.prompt_dataset: {error}")]) from error

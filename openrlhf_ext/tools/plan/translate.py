@@ -26,6 +26,7 @@ from openrlhf_ext.inputs import InputError, nearest, read_text, reading, type_na
 from openrlhf_ext.options import nest
 
 PROJECTS = ("verl", "trl")
+_SHOWN_LETTERS = 200
 _SHORT = {"A.": "actor_rollout_ref.actor.", "R.": "actor_rollout_ref.rollout."}
 _WORD = re.compile(r"\+{0,2}(?P<name>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
@@ -60,7 +61,9 @@ def translate(words: Sequence[str], gpus: int | None = None) -> str:
     if project == "verl" and gpus is not None:
         raise InputError("--gpus is for TRL, whose launcher knows: verl has trainer.n_gpus_per_node and trainer.nnodes")
     table = _table(project)
-    given = _of_verl(theirs) if project == "verl" else _of_trl(theirs)
+    where = shlex.join(theirs)[:_SHOWN_LETTERS]
+    with reading(where, f"as options of {table['release']}"):
+        given = _of_verl(theirs) if project == "verl" else _of_trl(theirs)
     unknown = [name for name in given if _said(table, name) is None]
     known = given.keys() & {*table["options"], *table["lines"], *table["nothing"]}
     if not given or len(unknown) > len(known):
@@ -70,7 +73,7 @@ def translate(words: Sequence[str], gpus: int | None = None) -> str:
         )
     if gpus is not None:
         given["gpus"] = gpus
-    with reading(f"what is given behind --from {project}", f"as options of {table['release']}"):
+    with reading(where, f"as options of {table['release']}"):
         ours, lines = _by_table(table, given)
         comments = (f"of {table['release']}, by openrlhf-ext plan --from {shlex.join(words)}", *sorted(lines))
         notes = "".join(f"# {' '.join(line.split())}\n" for line in comments)
@@ -199,7 +202,7 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _put_in(name: str, given: Mapping[str, Any], above: Sequence[str] = ()) -> Any:
-    """An option's value, with those of others that it refers to. Raises InputError: it refers to something else."""
+    """An option's value, with those of others that it refers to. Raises ValueError: it refers to something else."""
     value, above = given[name], (*above, name)
 
     def other(found: re.Match[str]) -> Any:
@@ -209,5 +212,5 @@ def _put_in(name: str, given: Mapping[str, Any], above: Sequence[str] = ()) -> A
         whole = _REFERENCE.fullmatch(value)
         value = other(whole) if whole else _REFERENCE.sub(lambda found: str(other(found)), value)
     if "${" in str(value):
-        raise InputError(f"{name}={given[name]} is no reference to another option that is given, and {_HYDRA}")
+        raise ValueError(f"{name}={given[name]} is no reference to another option that is given, and {_HYDRA}")
     return value
