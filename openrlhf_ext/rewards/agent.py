@@ -33,7 +33,7 @@ from openrlhf_ext.rewards.grading import (
     parse_answer,
 )
 from openrlhf_ext.rollout.response import GroupRequest, Response, ResponseRecorder, RolloutError, Sampling, graded
-from openrlhf_ext.user_code import coroutine_place, import_file, told
+from openrlhf_ext.user_code import coroutine_place, import_importable, told
 
 _STEP_KEYS = ("rewards", "environment_feedback", "done")
 _NEEDED = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine")
@@ -93,11 +93,10 @@ class GradedAgentExecutor(GradedExecutor):
                     raise _Unstarted(error) from failure
                 raise error from failure.__cause__
 
-        with self._counted():
-            try:
-                result = await self._settle(graded(), request.prompt, completion, request.label)
-            finally:
-                proxy.close()
+        try:
+            result = await self._settle(graded())
+        finally:
+            proxy.close()
         graded_answer = {
             **(answer or proxy.last_response()),
             "reward": result.reward, "scores": result.score, "extra_logs": result.extra_logs,
@@ -262,7 +261,7 @@ def load_agent(path: Path) -> AgentExecutorBase:
     not only the tensor that OpenRLHF asks for (openrlhf/utils/agent.py:131)."""
     if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"--train.agent_func_path must be an existing Python file, got {path}")
-    module = import_file("agent_module", path)
+    module = import_importable(path, "agent_module")
     executor_class, run_agent = getattr(module, "AgentExecutor", None), getattr(module, "run_agent", None)
     if executor_class is None and run_agent is not None:
         _check_run_agent(run_agent, path)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -35,8 +34,6 @@ from openrlhf_ext.rollout.response import GroupRequest, Response
 logger = logging.getLogger(__name__)
 _BUSY_STATUSES = frozenset({408, 425, 429})
 _BODY_SHOWN = 500
-_KEYS_WAIT_S = 60.0
-_KEYS_POLL_S = 0.02
 
 
 class _Retryable(Exception):
@@ -47,7 +44,7 @@ class _Retryable(Exception):
         self.kind = kind
 
 
-class HttpReward:
+class HttpReward(Grader):
     """Grades samples on reward servers, one request per sample, servers taken in turn.
 
     A request posts ``{"query": [query], "prompts": [prompt], "labels": [label]}`` and is answered by the dict a
@@ -128,45 +125,26 @@ async def _check_status(response: aiohttp.ClientResponse, url: str, sample: tupl
 
 
 class GradedExecutor:
-    """What every sample leaves with: a finite reward, and the same keys in ``extra_logs``, whose means are recorded.
-
-    A sample that cannot be graded gets ``failures.failure_value``, score 0 and ``extra_logs["reward_failed"] = 1``,
-    until the policy stops the run. All have the keys of the first graded sample: a later answer with others is a
-    ``RewardInvalid``.
-    """
+    """What every sample leaves with: a finite reward. One that cannot be graded gets ``failures.failure_value``, score 0
+    and ``extra_logs["reward_failed"] = 1``, until the policy stops the run."""
 
     def __init__(self, failures: FailurePolicy) -> None:
         self._failures = failures
-        self._under_way = 0
-        self._log_keys: frozenset[str] | None = None
 
     async def respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> list[Response]:
         """The completions of one prompt, graded. Raises RewardFailureLimit, RewardImportError."""
         raise NotImplementedError
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """A sample is being generated or graded."""
-        self._under_way += 1
-        try:
-            yield
-        finally:
-            self._under_way -= 1
-
     def take_failures(self) -> list[str]:
         return self._failures.take_messages()
 
-    async def _settle(
-        self, grading: Awaitable[RewardResult], prompt: str, completion: Callable[[], str], label: Any
-    ) -> RewardResult:
+    async def _settle(self, grading: Awaitable[RewardResult]) -> RewardResult:
         """The sample's grade, or what takes its place."""
         try:
             result = await grading
-            self._check_log_keys(result, prompt, completion, label)
         except RewardError as error:
             self._failures.tolerate(error)
-            keys = await self._known_log_keys()
-            return RewardResult(self._failures.failure_value, 0.0, {**dict.fromkeys(keys, 0.0), FAILED_KEY: 1.0})
+            return RewardResult(self._failures.failure_value, 0.0, {FAILED_KEY: 1.0})
         return RewardResult(result.reward, result.score, {**result.extra_logs, FAILED_KEY: 0.0}, result.seconds)
 
     def _check_log_keys(self, result: RewardResult, prompt: str, completion: Callable[[], str], label: Any) -> None:
@@ -213,15 +191,26 @@ class GradedSingleTurnExecutor(GradedExecutor):
         params = [
             engine.sampling_params(sampling, seed=request.seed_of(sample), **asked) for sample in range(request.samples)
         ]
-        return await asyncio.gather(*(self._respond(request, ids, each, tokenizer, engine) for each in params))
+        group = _Group(self._grader, request) if self._grader is not None else None
+        try:
+            return await asyncio.gather(*(
+                self._respond(ids, each, tokenizer, engine, group and partial(group.grade, sample))
+                for sample, each in enumerate(params)
+            ))  # fmt: skip
+        finally:
+            if group is not None:
+                group.close()
 
     async def _respond(
-        self, request: GroupRequest, ids: list[int], params: Any, tokenizer: Any, engine: Any
-    ) -> Response:
-        with self._counted():
-            completion = (await engine.generate(ids, params)).outputs[0]
-            tokens = [*ids, *completion.token_ids]
-            grade = await self._grade(request, tokens, completion, tokenizer)
+        self, ids: list[int], params: Any, tokenizer: Any, engine: Any,
+        grading: Callable[[str, str], Awaitable[RewardResult]] | None,
+    ) -> Response:  # fmt: skip
+        completion = (await engine.generate(ids, params)).outputs[0]
+        tokens, grade = [*ids, *completion.token_ids], None
+        if grading is not None:
+            query = tokenizer.decode(tokens, skip_special_tokens=False)
+            text = tokenizer.decode(_without_end(completion), skip_special_tokens=False)
+            grade = await self._settle(grading(query, text))
         start = len(ids)
         made = Response(
             tokens_S=np.array(tokens, dtype=np.int32),
@@ -238,19 +227,33 @@ class GradedSingleTurnExecutor(GradedExecutor):
         )
         return made if grade is None else made.signed()
 
-    async def _grade(
-        self, request: GroupRequest, tokens: list[int], completion: Any, tokenizer: Any
-    ) -> RewardResult | None:
-        if self._grader is None:
-            return None
-        query = tokenizer.decode(tokens, skip_special_tokens=False)
-        text = tokenizer.decode(_without_end(completion), skip_special_tokens=False)
-        grading = self._grader.grade(query, request.prompt, request.label, text)
-        return await self._settle(grading, request.prompt, lambda: text, request.label)
-
     async def aclose(self) -> None:
         if self._grader is not None:
             await self._grader.aclose()
+
+
+class _Group:
+    """The completions of one prompt, graded one by one as they come, or all at once when the last has come."""
+
+    def __init__(self, grader: Grader, request: GroupRequest) -> None:
+        self._grader, self._request = grader, request
+        self._texts: dict[int, tuple[str, str]] = {}
+        self._grades: asyncio.Future[Sequence[Awaitable[RewardResult]]] = asyncio.get_running_loop().create_future()
+
+    async def grade(self, sample: int, query: str, text: str) -> RewardResult:
+        """Raises what the grader raises."""
+        prompt, label = self._request.prompt, self._request.label
+        if not await self._grader.takes_groups():
+            return await self._grader.grade(query, prompt, label, text)
+        self._texts[sample] = query, text
+        if len(self._texts) == self._request.samples:
+            texts = [one for _, one in sorted(self._texts.items())]
+            self._grades.set_result(self._grader.grade_group(prompt, label, texts))
+        return await (await self._grades)[sample]
+
+    def close(self) -> None:
+        """Ends the wait for completions that will not come, because one of them has failed."""
+        self._grades.cancel()
 
 
 def _without_end(completion: Any) -> list[int]:

@@ -14,7 +14,7 @@ import math
 import numbers
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -61,7 +61,7 @@ class RewardResult:
 
 
 class Grader(Protocol):
-    """Grades one sample at a time, any number of them concurrently."""
+    """Grades one sample at a time, any number of them concurrently; or all completions of a prompt together."""
 
     def start(self) -> None:
         """Begin whatever takes time before the first sample; returns at once."""
@@ -69,6 +69,16 @@ class Grader(Protocol):
     async def grade(self, query: str, prompt: str, label: Any, completion: str | None = None) -> RewardResult:
         """Grade one sample; RewardError if that cannot be. ``query``: prompt and completion as one text, special tokens
         kept; ``completion``: without the token that ended it; None: what follows the prompt in the query."""
+
+    async def takes_groups(self) -> bool:
+        """Whether all completions of a prompt are to be graded by :meth:`grade_group`."""
+        return False
+
+    def grade_group(
+        self, prompt: str, label: Any, texts: Sequence[tuple[str, str]]
+    ) -> Sequence[Awaitable[RewardResult]]:
+        """The grades of completions of one prompt, by one call; ``texts``: query and completion of each."""
+        return [self.grade(query, prompt, label, completion) for query, completion in texts]
 
     async def aclose(self) -> None:
         """Release processes and connections."""

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -82,7 +83,8 @@ class _Running:
 
 
 class WorkerProcess:
-    """A subprocess that grades one sample at a time. Owned by one thread; :meth:`stop` may be called from any. The
+    """A subprocess that grades one sample, or the samples of one prompt, at a time. ``takes_groups``, once it is started:
+    the function wants all completions of a prompt. Owned by one thread; :meth:`stop` may be called from any. The
     owning thread must live as long as the process: Linux ends the process with the thread that started it."""
 
     def __init__(self, reward_path: str, start_timeout_s: float, memory_mib: int, environment: tuple[str, ...]) -> None:
@@ -90,6 +92,7 @@ class WorkerProcess:
         self._start_timeout_s = start_timeout_s
         self._memory_mib = memory_mib
         self._environment = environment
+        self.takes_groups = False
         self._lock = threading.Lock()
         self._kill_lock = threading.Lock()
         self._stopped = False
@@ -117,15 +120,17 @@ class WorkerProcess:
         if reply[0] == "import_error":
             self.kill()
             raise RewardImportError(f"the reward file {self._reward_path} cannot be used:\n{reply[1]}")
-        if reply[1] is not None:
-            _say(f"{self._reward_path}: {reply[1]}")
+        self.takes_groups = reply[1]
 
-    def ask(self, query: str, prompt: str, label: Any, completion: str, timeout_s: float) -> tuple[str, Any]:
-        """The worker's reply to one sample. Raises WorkerHung: the process still runs, kill it; WorkerDied."""
+    def ask(
+        self, prompt: str, label: Any, queries: list[str], completions: list[str], timeout_s: float
+    ) -> tuple[Any, ...]:
+        """The worker's reply to samples of one prompt. Raises WorkerHung: the process still runs, kill it;
+        WorkerDied."""
         if (running := self._running) is None:
             raise RuntimeError("start() comes before ask()")
         try:
-            running.connection.send((query, prompt, label, completion))
+            running.connection.send((prompt, label, queries, completions))
         except OSError:
             raise WorkerDied(self._how_it_died(running)) from None
         return self._receive(running, timeout_s)
@@ -171,7 +176,7 @@ class WorkerProcess:
             self._running = _Running(process, ours, stack_file)
             return self._running
 
-    def _receive(self, running: _Running, timeout_s: float) -> tuple[str, Any]:
+    def _receive(self, running: _Running, timeout_s: float) -> tuple[Any, ...]:
         connection, deadline = running.connection, time.monotonic() + timeout_s
         try:
             while not connection.poll(max(0.0, min(_LIVENESS_POLL_S, deadline - time.monotonic()))):
@@ -220,21 +225,29 @@ def _how_it_ended(code: int | None) -> str:
 
 @dataclass(frozen=True)
 class _Job:
-    query: str
+    """Samples of one prompt, graded by one call."""
+
     prompt: str
     label: Any
-    completion: str
+    queries: list[str]
+    completions: list[str]
+    futures: list[Future[RewardResult]]
     queued_at: float = field(default_factory=time.monotonic)
-    future: Future[RewardResult] = field(default_factory=Future)
 
-    def error(self, kind: type[RewardError], message: str) -> RewardError:
-        return kind(message, self.prompt, self.completion, self.label)
+    def settle(self, grades: Sequence[RewardResult | BaseException]) -> None:
+        for future, grade in zip(self.futures, grades, strict=True):
+            if not future.cancelled():
+                future.set_exception(grade) if isinstance(grade, BaseException) else future.set_result(grade)
+
+    def errors(self, kind: type[RewardError], message: str) -> list[RewardError]:
+        return [kind(message, self.prompt, completion, self.label) for completion in self.completions]
 
 
 class RewardPool:
     """Grades samples with ``reward_func(queries, prompts, labels)`` of a Python file, in killable processes.
 
-    The function is called as OpenRLHF calls it, with lists of length one, and with ``completions`` if it takes them.
+    The function is called as OpenRLHF calls it, with lists of length one, and with ``completions`` if it takes them; one
+    of TRL's with all completions of a prompt, for each of which it has ``reward.timeout_s``.
     A worker that passes the deadline or dies is replaced; a sample that waits for one longer than
     ``queue_timeout_s`` fails. Usable from any thread and any event loop; a context manager.
     """
@@ -267,15 +280,31 @@ class RewardPool:
 
     def submit(self, query: str, prompt: str, label: Any, completion: str | None = None) -> Future[RewardResult]:
         """Queue one sample; arguments as of ``Grader.grade``. The future raises what :meth:`grade` raises."""
-        job = _Job(query, prompt, label, query.removeprefix(prompt) if completion is None else completion)
+        return self._submit(prompt, label, [(query, query.removeprefix(prompt) if completion is None else completion)])[0]
+
+    def _submit(self, prompt: str, label: Any, texts: Sequence[tuple[str, str]]) -> list[Future[RewardResult]]:
+        queries, completions = map(list, zip(*texts, strict=True))
+        job = _Job(prompt, label, queries, completions, [Future() for _ in texts])
         with self._lock:  # a sample is either refused here or queued before the threads' end mark
             self._start_locked()
             self._jobs.put(job)
-        return job.future
+        return job.futures
 
     async def grade(self, query: str, prompt: str, label: Any, completion: str | None = None) -> RewardResult:
         """As ``Grader.grade``. Raises RewardError, RewardImportError, RewardPoolClosed."""
         return await asyncio.wrap_future(self.submit(query, prompt, label, completion))
+
+    async def takes_groups(self) -> bool:
+        """See ``Grader``; waits for the import of the file. Raises RewardImportError, RewardPoolClosed."""
+        self.start()
+        await asyncio.shield(asyncio.wrap_future(self._started[0]))  # which other samples wait for
+        return self._workers[0].takes_groups
+
+    def grade_group(
+        self, prompt: str, label: Any, texts: Sequence[tuple[str, str]]
+    ) -> Sequence[Awaitable[RewardResult]]:
+        """See ``Grader``. Raises RewardPoolClosed."""
+        return [*map(asyncio.wrap_future, self._submit(prompt, label, texts))]
 
     def close(self) -> None:
         """Kill the workers; samples that wait or run fail with ``RewardPoolClosed``. Idempotent."""
@@ -318,46 +347,55 @@ class RewardPool:
         broken = _start(worker)
         started.set_result(None) if broken is None else started.set_exception(broken)
         while (job := self._jobs.get()) is not None:
-            if not job.future.set_running_or_notify_cancel():
+            if not any([future.set_running_or_notify_cancel() for future in job.futures]):
                 continue
             if broken is None and worker.pid is None:  # it died between two samples, which is no sample's fault
                 broken = _start(worker)
             if broken is not None:
-                job.future.set_exception(broken)
+                job.settle([broken] * len(job.futures))
                 continue
             try:
-                job.future.set_result(self._grade(worker, job))
+                job.settle(self._grade(worker, job))
             except BaseException as error:  # noqa: B036  it belongs to whoever awaits the sample
-                job.future.set_exception(error)
+                job.settle([error] * len(job.futures))
             if worker.pid is None:  # replace it now rather than at the cost of the next sample
                 broken = _start(worker)
         worker.stop()
 
-    def _grade(self, worker: WorkerProcess, job: _Job) -> RewardResult:
+    def _grade(self, worker: WorkerProcess, job: _Job) -> Sequence[RewardResult | RewardError]:
         waited_s = time.monotonic() - job.queued_at
         if waited_s > self._queue_timeout_s:
-            raise job.error(
+            return job.errors(
                 RewardTimeout,
                 f"the sample waited {waited_s:.1f} s for a grading worker, more than {self._queue_timeout_s:g} s: the "
                 "reward function is slower than the rollout. Raise --reward.num_workers or make it faster",
             )
+        timeout_s = self._timeout_s * len(job.completions)
         try:
-            kind, content = worker.ask(job.query, job.prompt, job.label, job.completion, self._timeout_s)
+            kind, content, *said = worker.ask(job.prompt, job.label, job.queries, job.completions, timeout_s)
         except WorkerHung as hung:
             worker.kill()
-            raise job.error(RewardTimeout, self._closed_or(self._timeout_message(hung))) from None
+            return job.errors(RewardTimeout, self._closed_or(self._timeout_message(hung, len(job.completions))))
         except WorkerDied as died:
-            raise job.error(RewardWorkerDied, self._closed_or(f"{self._reward_path}: {died}")) from None
+            return job.errors(RewardWorkerDied, self._closed_or(f"{self._reward_path}: {died}"))
         if kind == "raised":
-            raise job.error(RewardRaised, f"reward_func of {self._reward_path} raised:\n{content}")
+            return job.errors(RewardRaised, f"reward_func of {self._reward_path} raised:\n{content}")
         if kind == "invalid":
-            raise job.error(RewardInvalid, f"reward_func of {self._reward_path} {content}")
-        return content
+            return job.errors(RewardInvalid, f"reward_func of {self._reward_path} {content}")
+        if said[0] is not None:
+            _say(f"{self._reward_path}: {said[0]}")
+        return [
+            RewardInvalid(f"reward_func of {self._reward_path} {grade}", job.prompt, completion, job.label)
+            if isinstance(grade, str)
+            else grade
+            for grade, completion in zip(content, job.completions, strict=True)
+        ]
 
-    def _timeout_message(self, hung: WorkerHung) -> str:
+    def _timeout_message(self, hung: WorkerHung, samples: int) -> str:
+        each = f" for each of {samples} completions" if samples > 1 else ""
         return (
-            f"reward_func of {self._reward_path} did not return within {self._timeout_s:g} s (--reward.timeout_s); its "
-            f"worker was killed and replaced. It was here:\n{hung}"
+            f"reward_func of {self._reward_path} did not return within {self._timeout_s:g} s{each} (--reward.timeout_s); "
+            f"its worker was killed and replaced. It was here:\n{hung}"
         )
 
     def _closed_or(self, message: str) -> str:

@@ -99,7 +99,7 @@ def test_what_exceeds_the_longest_sequence_is_cut() -> None:
 def test_a_response_without_a_finite_reward_gets_the_value_of_a_failure(label: str) -> None:
     executor, (_, response) = run("good", label)
     assert (response.reward, response.score) == (-1.0, 0.0)
-    assert response.extra_logs == {"turns": 0.0, "reward_failed": 1.0}
+    assert response.extra_logs == {"reward_failed": 1.0}
     assert response.actions == ((2, 4), (5, 8)), "the response itself is whole"
     (message,) = executor.take_failures()
     assert "RewardInvalid: the agent returned rewards" in message and "prompt: '2+'" in message, message

@@ -113,7 +113,7 @@ def test_what_nobody_has_is_refused_by_name(graded, head):
 
 
 def test_two_rewards_for_one_completion_are_refused(graded):
-    with pytest.raises(InvalidAnswer, match="returned 2 rewards for one completion"):
+    with pytest.raises(InvalidAnswer, match="returned 2 rewards for 1 completions"):
         graded("def f(completions, **kwargs):\n    return [0.0, 1.0]\n")
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.inputs import reading, require_one_beginning
@@ -172,18 +173,14 @@ async def _graded(task: Task, grading: Grading, problem: Problem, answers: Answe
     sampled = [*completions, *([answers.greedy] if answers.greedy is not None else [])]
     alone = [answer_alone(c.body, task.answers) for c in sampled]
     whole = task.answers == "any" or task.reward != MATHS  # another reward function looks for its answer itself
-    grades = await asyncio.gather(
-        *(
-            grading.grade(c.query, problem.prompt, problem.label, c.body)
-            if whole
-            else grading.grade(problem.prompt + answer, problem.prompt, problem.label, answer)
-            for c, answer in zip(sampled, alone, strict=True)
-        )
-    )
-    lines = [_line(completion, grade) for completion, grade in zip(sampled, grades, strict=True)]
+    texts = [(c.query, c.body) if whole else (problem.prompt + answer, answer)
+             for c, answer in zip(sampled, alone, strict=True)]  # fmt: skip
+    groups = [texts[: len(completions)], texts[len(completions) :]]  # the greedy one is none of the group
+    grades = await asyncio.gather(*(grading.grade(problem, group) for group in groups))
+    lines = [_line(completion, grade) for completion, grade in zip(sampled, chain(*grades), strict=True)]
     samples, greedy = lines[: len(completions)], lines[len(completions) :]
-    texts = [answer_alone(c.text, task.answers) for c in completions]
-    votes = await grading.votes(texts, [line["score"] >= SOLVED for line in samples])
+    stated = [answer_alone(c.text, task.answers) for c in completions]
+    votes = await grading.votes(stated, [line["score"] >= SOLVED for line in samples])
     return {
         "problem": problem.index, "prompt": problem.prompt, "label": problem.label,
         "completions": [{**line, "vote": vote} for line, vote in zip(samples, votes, strict=True)],
@@ -218,14 +215,25 @@ class Grading:
         self._grader, self._policy, self._by_equality = grader, policy, by_equality
         self._in_flight = asyncio.Semaphore(_IN_FLIGHT_PER_WORKER * num_workers)
 
-    async def grade(self, query: str, prompt: str, label: Any, completion: str) -> RewardResult | RewardError:
-        """The grade of one completion, or why it cannot be graded; RewardFailureLimit if too many cannot."""
-        async with self._in_flight:
-            try:
-                return await self._grader.grade(query, prompt, label, completion)
-            except RewardError as error:
-                self._policy.tolerate(error)
-                return error
+    async def grade(self, problem: Problem, texts: Sequence[tuple[str, str]]) -> list[RewardResult | RewardError]:
+        """The grade of each completion, of which query and text are given, or why it cannot be graded;
+        RewardFailureLimit if too many cannot."""
+        size = max(1, len(texts)) if await self._grader.takes_groups() else 1
+
+        async def graded(group: Sequence[tuple[str, str]]) -> list[RewardResult | RewardError]:
+            async with self._in_flight:
+                grading = self._grader.grade_group(problem.prompt, problem.label, group)
+                return await asyncio.gather(*map(self._tolerated, grading))
+
+        parts = await asyncio.gather(*(graded(texts[at : at + size]) for at in range(0, len(texts), size)))
+        return [*chain(*parts)]
+
+    async def _tolerated(self, grading: Awaitable[RewardResult]) -> RewardResult | RewardError:
+        try:
+            return await grading
+        except RewardError as error:
+            self._policy.tolerate(error)
+            return error
 
     async def votes(self, texts: Sequence[str], correct: Sequence[bool]) -> list[int | None]:
         """For each completion of a problem the number of the answer it votes for; ``None``: it states none.
