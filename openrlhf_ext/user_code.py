@@ -48,15 +48,14 @@ def import_importable(path: str | os.PathLike[str], instead: str) -> ModuleType:
     """:func:`import_file` under the file's own name, by which processes that its code starts can import it, too (spawn,
     forkserver, pickle): they get ``sys.path``, whose last entry is its folder. Where something else has that name it is
     the module ``instead``, which they cannot import, and a warning says so."""
-    file = Path(path).resolve()
-    sys.path.append(str(file.parent))  # last, so that a helper file cannot shadow a library
-    found = sys.modules.get(file.stem) or PathFinder.find_spec(file.stem)
-    place = getattr(found, "__file__", None) or getattr(found, "origin", None)
-    if file.stem not in sys.builtin_module_names and place is not None and Path(place).resolve() == file:
-        return import_file(file.stem, file)
-    said = "%s cannot be imported as %s by processes that it starts, because %s has this name: rename the file"
-    logger.warning(said, file, file.stem, place or "another module")
-    return import_file(instead, file)
+    file, name = os.path.realpath(path), Path(path).stem
+    sys.path.append(os.path.dirname(file))  # last, so that a helper file cannot shadow a library
+    found = sys.modules.get(name) or PathFinder.find_spec(name)
+    place = getattr(found, "__file__", getattr(found, "origin", None))
+    if os.path.realpath(place or "") != file:
+        logger.warning("%s: processes that it starts cannot import it as %s, which is %s: rename it", file, name, place or "built in")
+        name = instead
+    return import_file(name, file)
 
 
 def users_part(text: str) -> str:

@@ -19,6 +19,7 @@ from openrlhf_ext.rewards.grading import (
     FAILED_KEY,
     FailurePolicy,
     Grader,
+    Group,
     InvalidAnswer,
     RewardError,
     RewardInvalid,
@@ -44,7 +45,7 @@ class _Retryable(Exception):
         self.kind = kind
 
 
-class HttpReward(Grader):
+class HttpReward:
     """Grades samples on reward servers, one request per sample, servers taken in turn.
 
     A request posts ``{"query": [query], "prompts": [prompt], "labels": [label]}`` and is answered by the dict a
@@ -66,7 +67,9 @@ class HttpReward(Grader):
     def start(self) -> None:
         """Nothing takes time before the first sample."""
 
-    async def grade(self, query: str, prompt: str, label: Any, completion: str | None = None) -> RewardResult:
+    async def grade(
+        self, query: str, prompt: str, label: Any, completion: str | None = None, *_: object
+    ) -> RewardResult:
         """As ``Grader.grade``; servers get OpenRLHF's three, not the completion. Raises RewardError."""
         sample = (prompt, query.removeprefix(prompt) if completion is None else completion, label)
         payload = {"query": [query], "prompts": [prompt], "labels": [label]}
@@ -191,26 +194,21 @@ class GradedSingleTurnExecutor(GradedExecutor):
         params = [
             engine.sampling_params(sampling, seed=request.seed_of(sample), **asked) for sample in range(request.samples)
         ]
-        group = _Group(self._grader, request) if self._grader is not None else None
+        group = Group(request.samples)
+        graded = [partial(self._grade, request, group, sample, tokenizer) for sample in range(request.samples)]
+        responses = [*map(asyncio.ensure_future, map(partial(self._respond, ids, engine), params, graded))]
         try:
-            return await asyncio.gather(*(
-                self._respond(ids, each, tokenizer, engine, group and partial(group.grade, sample))
-                for sample, each in enumerate(params)
-            ))  # fmt: skip
+            return await asyncio.gather(*responses)
         finally:
-            if group is not None:
-                group.close()
+            for response in responses:  # where one has failed, others may wait for it
+                response.cancel()
 
     async def _respond(
-        self, ids: list[int], params: Any, tokenizer: Any, engine: Any,
-        grading: Callable[[str, str], Awaitable[RewardResult]] | None,
-    ) -> Response:  # fmt: skip
+        self, ids: list[int], engine: Any, params: Any, grade_of: Callable[..., Awaitable[RewardResult | None]]
+    ) -> Response:
         completion = (await engine.generate(ids, params)).outputs[0]
-        tokens, grade = [*ids, *completion.token_ids], None
-        if grading is not None:
-            query = tokenizer.decode(tokens, skip_special_tokens=False)
-            text = tokenizer.decode(_without_end(completion), skip_special_tokens=False)
-            grade = await self._settle(grading(query, text))
+        tokens = [*ids, *completion.token_ids]
+        grade = await grade_of(tokens, completion)
         start = len(ids)
         made = Response(
             tokens_S=np.array(tokens, dtype=np.int32),
@@ -227,33 +225,18 @@ class GradedSingleTurnExecutor(GradedExecutor):
         )
         return made if grade is None else made.signed()
 
+    async def _grade(
+        self, request: GroupRequest, group: Group, sample: int, tokenizer: Any, tokens: list[int], completion: Any
+    ) -> RewardResult | None:
+        if self._grader is None:
+            return None
+        query = tokenizer.decode(tokens, skip_special_tokens=False)
+        text = tokenizer.decode(_without_end(completion), skip_special_tokens=False)
+        return await self._settle(self._grader.grade(query, request.prompt, request.label, text, group, sample))
+
     async def aclose(self) -> None:
         if self._grader is not None:
             await self._grader.aclose()
-
-
-class _Group:
-    """The completions of one prompt, graded one by one as they come, or all at once when the last has come."""
-
-    def __init__(self, grader: Grader, request: GroupRequest) -> None:
-        self._grader, self._request = grader, request
-        self._texts: dict[int, tuple[str, str]] = {}
-        self._grades: asyncio.Future[Sequence[Awaitable[RewardResult]]] = asyncio.get_running_loop().create_future()
-
-    async def grade(self, sample: int, query: str, text: str) -> RewardResult:
-        """Raises what the grader raises."""
-        prompt, label = self._request.prompt, self._request.label
-        if not await self._grader.takes_groups():
-            return await self._grader.grade(query, prompt, label, text)
-        self._texts[sample] = query, text
-        if len(self._texts) == self._request.samples:
-            texts = [one for _, one in sorted(self._texts.items())]
-            self._grades.set_result(self._grader.grade_group(prompt, label, texts))
-        return await (await self._grades)[sample]
-
-    def close(self) -> None:
-        """Ends the wait for completions that will not come, because one of them has failed."""
-        self._grades.cancel()
 
 
 def _without_end(completion: Any) -> list[int]:

@@ -26,13 +26,14 @@ from openrlhf_ext.rewards.grading import RESERVED_LOG_KEYS, InvalidAnswer, finit
 _WORDS = ("completions", "solution_str")
 _NOT_GIVEN = {"completion_ids", "trainer_state", "environments", "log_extra", "log_metric", "reward_router_address",
     "reward_model_tokenizer"}  # fmt: skip
-_VERLS = {"data_source", "ground_truth", "extra_info"}
+_VERLS = ("data_source", "extra_info")  # which it hands on with the label, and most functions do not read
 _UNTOLD = "a name in its **kwargs"
 _MADE = (
     "?", "{0}", "The answer is \\boxed{{{0}}}.\n#### {0}", "<think>\n{0}\n</think>\n<answer>\n{0}\n</answer>",
-    '{{"answer": "{0}", "content": "{0}"}}', "```python\n{0}\n```",
+    '{{"answer": "{0}", "content": "{0}"}}',
 )  # fmt: skip
 """Completions to which a function shows whether it takes texts or messages: a wrong one, and right ones as usual."""
+TRIED = 2 * len(_MADE)
 
 
 class _Reads(NamedTuple):
@@ -59,41 +60,45 @@ def _reads(function: Callable[..., Any]) -> _Reads:
     parameters = inspect.signature(function).parameters.values()
     named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     needs = [one.name for one in named if one.default is one.empty]
-    may = [one.name for one in named if one.default is not one.empty]
+    may = [one.name for one in named if one.name not in needs]
     settings = [one.name for one in named if isinstance(one.default, numbers.Number)]
     rest = next((one.name for one in parameters if one.kind is one.VAR_KEYWORD), None)
     try:
-        source = inspect.getsource(inspect.unwrap(getattr(function, "func", function)))
-        body = ast.unparse(ast.parse(textwrap.dedent(source))).partition(":\n    ")[2]  # all quotes are single ones
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(function, "func", function))))
+        body = ast.unparse(ast.parse(source)).partition(":\n    ")[2]  # whose quotes are single ones
     except (OSError, TypeError, SyntaxError):  # an object, or a function that stands in no file
         body = ""
     body = re.sub('""".*?"""', "", body, flags=re.DOTALL)
     read = re.compile(rf"\b{rest}(\[|\.get\(|\.pop\()'(\w+)'|'(\w+)' (?:not )?in {rest}\b")
     for how, name, asked in read.findall(body):
         (needs if how == "[" else may).append(name or asked)
-    is_untold = rest and (not body or re.search(rf"\b{rest}\b", read.sub("", body)))
     labels = [one for one in dict.fromkeys(may) if one not in (*settings, *needs, *_NOT_GIVEN, "prompts")]
-    return _Reads(needs, may, [*labels, *([_UNTOLD] if is_untold else [])], rest is not None, body)
+    if rest and (not body or re.search(rf"\b{rest}\b", read.sub("", body))):
+        labels.append(_UNTOLD)
+    return _Reads(needs, may, labels, rest is not None, body)
 
 
 class _Function:
     """One of their functions. Raises TypeError: it needs what no run has, or a line of its file is not understood."""
 
     def __init__(self, function: Callable[..., Any], module: ModuleType) -> None:
-        self._function, self._module, reads = function, module, _reads(function)
+        self._function, self._module = function, module
         self._name = getattr(function, "__name__", type(function).__name__)
-        if absent := sorted(_NOT_GIVEN.intersection(reads.needs)):
+        needs, may, labels, self._takes_all, body = _reads(function)
+        if absent := sorted(_NOT_GIVEN.intersection(needs)):
             raise TypeError(f"{self._name} needs {', '.join(absent)}, which nobody has here: give it a default")
-        self.is_trls, self._takes_all = "completions" in reads.needs, reads.takes_all
-        columns = {*reads.needs, *(() if self.is_trls or not reads.takes_all else _VERLS)} - {*_WORDS, "prompts"}
-        # verl hands on all four, most functions read two
-        self._unread = {one for one in columns & _VERLS - {"ground_truth"} if reads.body and one not in reads.body}
-        self._needs = sorted(columns - self._unread)
-        self._names = {*columns, *reads.needs, *reads.may} - {*_WORDS, *_NOT_GIVEN}
-        labels = ["ground_truth"] if "ground_truth" in columns else self._needs or reads.labels
+        self.is_trls = "completions" in needs
+        if not self.is_trls and self._takes_all:
+            needs += ["ground_truth", *_VERLS]
+        columns = {*needs} - {*_WORDS, "prompts"}
+        self._names = columns.union(may) - _NOT_GIVEN
+        self._prompts = self._takes_all or "prompts" in (*needs, *may)
+        self._needs = sorted(one for one in columns if one not in _VERLS or one in (body or one))
+        self._none = {} if self.is_trls else dict.fromkeys(columns.intersection(_VERLS))
+        labels = ["ground_truth"] if "ground_truth" in needs else self._needs or labels
         only = labels[0] if len(labels) == 1 and labels[0] != _UNTOLD else None
         self._label = getattr(module, "label_column", only)
-        self._labels = labels if not hasattr(module, "label_column") else [self._label] if self._label else []
+        self._labels = labels if self._label == only else [self._label] if self._label else []
         form = getattr(module, "completions", None) if self.is_trls else "texts"
         if isinstance(form, str) and form not in ("texts", "messages"):
             raise TypeError(f'completions must be "texts" or "messages": got {form!r}')
@@ -103,15 +108,13 @@ class _Function:
     def said(self) -> str:
         """How it is called."""
         form = "TRL's form, with all completions of a prompt" if self.is_trls else "verl's form, with one completion"
-        others = sorted(self._names - {self._label, "prompts"})
+        texts = "messages, the prompt one of a user's as it was rendered" if self._chat else "texts"
         return (
-            f"{self._name} is called in {form}; "
-            + (f"{self._label} is the label, or its key of that name" if self._label else "no column is the label itself")
-            + f"; keys that the label may have beside: {', '.join(others) or 'none'}; "
-            + ("texts are messages, the prompt one of a user's as it was rendered" if self._chat else "texts are texts")
+            f"{self._name} is called in {form}; {self._label or 'no column'} is the label; keys that a label may have: "
+            f"{', '.join(sorted(self._names - {'prompts'})) or 'none'}; texts are {texts}"
         )
 
-    def answers(self, prompt: str, label: Any, completions: Sequence[str]) -> list[Mapping[str, Any] | None]:
+    def answers(self, prompt: str, label: Any, completions: Sequence[str]) -> list[Any]:
         """Its answer to each completion in the form of ``reward_func``; None where it says None. Raises
         InvalidAnswer."""
         keys = dict(label) if isinstance(label, Mapping) else {}
@@ -122,46 +125,53 @@ class _Function:
                 f"needs {', '.join(missing)}, and a run hands on one column, the label (--data.label_key): make it "
                 f"an object with the keys {', '.join(self._needs)}"
             )
-        reached = keys if self._takes_all and _UNTOLD in self._labels else keys.keys() & {*self._names, self._label}
-        if self._labels and not reached and label not in (None, ""):
+        given = self._none | {one: keys[one] for one in keys if self._takes_all or one in {*self._names, self._label}}
+        seen = self._labels == [] or (given if _UNTOLD in self._labels else {*self._names, *self._labels} & {*given})
+        if not seen and label not in (None, ""):
             raise InvalidAnswer(
                 f"would never see the label {label!r:.80}: it may read it as {' or '.join(self._labels)}. Write a line "
                 f'label_column = "NAME" into the file (None: {self._name} needs no label), or make the label an object '
                 "with the keys that it reads"
             )
-        given = {one: keys[one] for one in keys if self._takes_all or one in {*self._names, self._label}}
         if not self.is_trls:
-            given |= {one: None for one in self._unread - {*keys}}
-            return [_as_ours(settled(self._function(**given | {"solution_str": one}))) for one in completions]
+            return [_as_ours(settled(self._function(solution_str=one, **given))) for one in completions]
         if self._chat is None:
             self._chat = self._takes_messages(prompt, given)
         return [None if one is None else {"rewards": one} for one in self._ask(prompt, given, completions, self._chat)]
 
-    def _ask(self, prompt: str, columns: Mapping[str, Any], completions: Sequence[str], chat: bool) -> list[Any]:
-        given: dict[str, Any] = {one: [value] * len(completions) for one, value in columns.items()}
-        words = {"prompts": ("user", [prompt] * len(completions)), "completions": ("assistant", completions)}
-        for one, (role, texts) in words.items():
-            if one == "completions" or self._takes_all or one in self._names:
-                given[one] = [[{"role": role, "content": text}] if chat else text for text in texts]
-        found = list(settled(self._function(**given)))
-        if len(found) != len(completions):
-            raise InvalidAnswer(f"returned {len(found)} rewards for {len(completions)} completions")
+    def _ask(self, prompt: str, given: Mapping[str, Any], completions: Sequence[str], chat: bool) -> list[Any]:
+        count = len(completions)
+        columns = {one: [value] * count for one, value in given.items()}
+        texts = {"completions": completions, "prompts": [prompt] * count}
+        for one, role in (("completions", "assistant"), ("prompts", "user"))[: 1 + self._prompts]:
+            columns[one] = [[{"role": role, "content": text}] if chat else text for text in texts[one]]
+        found = list(settled(self._function(**columns)))
+        if len(found) != count:
+            raise InvalidAnswer(f"returned {len(found)} rewards for {count} completions")
         return found
 
-    def _takes_messages(self, prompt: str, columns: Mapping[str, Any]) -> bool:
+    def _takes_messages(self, prompt: str, given: Mapping[str, Any]) -> bool:
         """Whether its completions are messages, by its answers to made ones in both forms: it takes the form that alone
         works, or in which alone it tells completions from each other. Raises InvalidAnswer: nothing decides."""
-        label = columns.get(self._label or "", next(iter(columns.values()), "4"))
-        made = [one.format(label) for one in _MADE]
-        texts, messages = found = [self._outcomes(prompt, columns, made, chat) for chat in (False, True)]
-        works = [any(not isinstance(one, str) for one in outcomes) for outcomes in found]
-        tells = [len({"" if isinstance(one, str) else one for one in outcomes}) > 1 for outcomes in found]
-        for either in (works, tells):
-            if either[0] != either[1]:
-                return either[1]
+        label = given.get(self._label or "", next(iter(given.values()), "4"))
+
+        def outcomes(chat: bool, made: list[str]) -> list[float | str | None]:
+            try:
+                found = self._ask(prompt, given, made, chat)
+                return [None if one is None else finite_number(one, "reward") for one in found]
+            except Exception as error:  # as is to be expected in the wrong form
+                several = [outcomes(chat, [one])[0] for one in made] if len(made) > 1 else []
+                return several or [f"{type(error).__name__}: {error}"]
+
+        texts, messages = found = [outcomes(chat, [one.format(label) for one in _MADE]) for chat in (False, True)]
+        told = [[one for one in answers if not isinstance(one, str)] for answers in found]
+        for either in (map(bool, told), (len({*answers}) > 1 or 0 < len(answers) < len(_MADE) for answers in told)):
+            first, second = either
+            if first != second:
+                return second
         if "list[list" in str(inspect.signature(self._function).parameters["completions"]).lower():
             return True
-        if texts == messages and all(tells) or "content" not in Path(str(self._module.__file__)).read_text():
+        if texts == messages and len({*told[0]}) > 1 or "content" not in Path(str(self._module.__file__)).read_text():
             return False
         raise InvalidAnswer(
             "takes texts and messages alike, and nothing tells which it is made for: to completions made for a trial it "
@@ -169,21 +179,10 @@ class _Function:
             'completions = "messages" into the file'
         )
 
-    def _outcomes(
-        self, prompt: str, columns: Mapping[str, Any], completions: Sequence[str], chat: bool
-    ) -> list[float | str | None]:
-        """To each completion a number or None, or what is raised where it is the only one."""
-        try:
-            found = self._ask(prompt, columns, completions, chat)
-            return [None if one is None else finite_number(one, "reward") for one in found]
-        except Exception as error:  # as is to be expected in the wrong form
-            if len(completions) > 1:
-                return [self._outcomes(prompt, columns, [one], chat)[0] for one in completions]
-            return [f"{type(error).__name__}: {error}"]
-
 
 class ForeignReward:
-    """One or several of their functions: the weighted sum of the rewards of those that do not say None, as in TRL.
+    """One or several of their functions: the weighted sum of the rewards of those that do not say None, as in TRL. It
+    answers a list, of each completion in the form of ``reward_func``.
 
     Attributes:
         takes_groups: all completions of a prompt are to be handed over at once.
@@ -205,25 +204,21 @@ class ForeignReward:
         """How they are called."""
         return "; ".join(function.said for function in self._functions)
 
-    def __call__(self, queries: Any, prompts: Any, labels: Any, completions: Any) -> Mapping[str, Any]:
-        return self.summed(self.answers(prompts[0], labels[0], completions)[0])
+    def __call__(self, queries: Any, prompts: Any, labels: Any, completions: Any) -> list[Mapping[str, Any]]:
+        answers = [function.answers(prompts[0], labels[0], completions) for function in self._functions]
+        return [self._summed(one) for one in zip(*answers, strict=True)]
 
-    def answers(self, prompt: str, label: Any, completions: Sequence[str]) -> list[tuple[Mapping[str, Any] | None, ...]]:
-        """To each completion of a prompt what each function answers. Raises InvalidAnswer."""
-        return [*zip(*(one.answers(prompt, label, completions) for one in self._functions), strict=True)]
-
-    def summed(self, answers: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any]:
-        """One completion's answer in the form of ``reward_func``; ``acc`` is the mean of those that tell it. Raises
-        InvalidAnswer."""
+    def _summed(self, answers: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any]:
+        """``acc`` is the mean of those that tell it. A completion that no function grades has the reward None."""
         graded = [(one, weight) for one, weight in zip(answers, self._weights, strict=True) if one is not None]
-        if not graded:
-            raise InvalidAnswer("returned None: no function graded this completion")
-        if len(answers) == 1 and self._weights == [1.0]:
+        if len(graded) == len(answers) == 1 and self._weights == [1.0]:
             return graded[0][0]
-        total = sum(weight * finite_number(one["rewards"], "reward") for one, weight in graded)
-        right = [finite_number(one["scores"], "acc") for one, _ in graded if one.get("scores") is not None]
-        logs = {key: value for one, _ in graded for key, value in one.get("extra_logs", {}).items()}
-        return {"rewards": total, "scores": sum(right) / len(right) if right else None, "extra_logs": logs}
+        right = [one["scores"] for one, _ in graded if one.get("scores") is not None]
+        return {
+            "rewards": sum(weight * one["rewards"] for one, weight in graded) if graded else None,
+            "scores": sum(right) / len(right) if right else None,
+            "extra_logs": {key: value for one, _ in graded for key, value in one.get("extra_logs", {}).items()},
+        }
 
 
 def _as_ours(found: Any) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ import math
 import numbers
 import re
 import unicodedata
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,25 +60,29 @@ class RewardResult:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Group:
+    """The completions of one prompt, for functions that want all of them at once, and in a trial for others: how many
+    there will be, and what the grader keeps of those that have come, by their place."""
+
+    size: int
+    is_trial: bool = False
+    come: dict[int, Any] = field(default_factory=dict)
+
+
 class Grader(Protocol):
-    """Grades one sample at a time, any number of them concurrently; or all completions of a prompt together."""
+    """Grades one sample at a time, any number of them concurrently."""
 
     def start(self) -> None:
         """Begin whatever takes time before the first sample; returns at once."""
 
-    async def grade(self, query: str, prompt: str, label: Any, completion: str | None = None) -> RewardResult:
+    async def grade(
+        self, query: str, prompt: str, label: Any, completion: str | None = None,
+        group: Group | None = None, place: int = 0,
+    ) -> RewardResult:  # fmt: skip
         """Grade one sample; RewardError if that cannot be. ``query``: prompt and completion as one text, special tokens
-        kept; ``completion``: without the token that ended it; None: what follows the prompt in the query."""
-
-    async def takes_groups(self) -> bool:
-        """Whether all completions of a prompt are to be graded by :meth:`grade_group`."""
-        return False
-
-    def grade_group(
-        self, prompt: str, label: Any, texts: Sequence[tuple[str, str]]
-    ) -> Sequence[Awaitable[RewardResult]]:
-        """The grades of completions of one prompt, by one call; ``texts``: query and completion of each."""
-        return [self.grade(query, prompt, label, completion) for query, completion in texts]
+        kept; ``completion``: without the token that ended it; None: what follows the prompt in the query. ``group`` and
+        ``place``: of which it is one; the grade may come when all of them have come."""
 
     async def aclose(self) -> None:
         """Release processes and connections."""

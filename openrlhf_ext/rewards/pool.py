@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -25,7 +24,9 @@ from typing import IO, Any
 
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections import Reward
+from openrlhf_ext.rewards.foreign import TRIED
 from openrlhf_ext.rewards.grading import (
+    Group,
     RewardError,
     RewardImportError,
     RewardInvalid,
@@ -83,16 +84,20 @@ class _Running:
 
 
 class WorkerProcess:
-    """A subprocess that grades one sample, or the samples of one prompt, at a time. ``takes_groups``, once it is started:
-    the function wants all completions of a prompt. Owned by one thread; :meth:`stop` may be called from any. The
-    owning thread must live as long as the process: Linux ends the process with the thread that started it."""
+    """A subprocess that grades one sample at a time. Owned by one thread; :meth:`stop` may be called from any. The
+    owning thread must live as long as the process: Linux ends the process with the thread that started it.
+
+    Attributes:
+        takes_groups: the function wants all completions of a prompt at once.
+        to_try: made completions that it may be asked for before it has answered.
+    """
 
     def __init__(self, reward_path: str, start_timeout_s: float, memory_mib: int, environment: tuple[str, ...]) -> None:
         self._reward_path = reward_path
         self._start_timeout_s = start_timeout_s
         self._memory_mib = memory_mib
         self._environment = environment
-        self.takes_groups = False
+        self.takes_groups, self.to_try = False, 0
         self._lock = threading.Lock()
         self._kill_lock = threading.Lock()
         self._stopped = False
@@ -121,16 +126,15 @@ class WorkerProcess:
             self.kill()
             raise RewardImportError(f"the reward file {self._reward_path} cannot be used:\n{reply[1]}")
         self.takes_groups = reply[1]
+        self.to_try = TRIED * self.takes_groups
 
-    def ask(
-        self, prompt: str, label: Any, queries: list[str], completions: list[str], timeout_s: float
-    ) -> tuple[Any, ...]:
-        """The worker's reply to samples of one prompt. Raises WorkerHung: the process still runs, kill it;
-        WorkerDied."""
+    def ask(self, samples: list[tuple[str, str, Any, str]], timeout_s: float) -> tuple[Any, ...]:
+        """The worker's reply to one sample, or to those of one prompt (``takes_groups``). Raises WorkerHung: the process
+        still runs, kill it; WorkerDied."""
         if (running := self._running) is None:
             raise RuntimeError("start() comes before ask()")
         try:
-            running.connection.send((prompt, label, queries, completions))
+            running.connection.send(samples)
         except OSError:
             raise WorkerDied(self._how_it_died(running)) from None
         return self._receive(running, timeout_s)
@@ -225,29 +229,27 @@ def _how_it_ended(code: int | None) -> str:
 
 @dataclass(frozen=True)
 class _Job:
-    """Samples of one prompt, graded by one call."""
-
+    query: str
     prompt: str
     label: Any
-    queries: list[str]
-    completions: list[str]
-    futures: list[Future[RewardResult]]
+    completion: str
+    group: Group | None
+    place: int
     queued_at: float = field(default_factory=time.monotonic)
+    future: Future[RewardResult] = field(default_factory=Future)
 
-    def settle(self, grades: Sequence[RewardResult | BaseException]) -> None:
-        for future, grade in zip(self.futures, grades, strict=True):
-            if not future.cancelled():
-                future.set_exception(grade) if isinstance(grade, BaseException) else future.set_result(grade)
-
-    def errors(self, kind: type[RewardError], message: str) -> list[RewardError]:
-        return [kind(message, self.prompt, completion, self.label) for completion in self.completions]
+    def fail(self, error: BaseException) -> None:
+        """By an error of the pool, or of the sample, which it then tells."""
+        if isinstance(error, RewardError):
+            error = type(error)(error.message, self.prompt, self.completion, self.label)
+        self.future.set_exception(error)
 
 
 class RewardPool:
     """Grades samples with ``reward_func(queries, prompts, labels)`` of a Python file, in killable processes.
 
     The function is called as OpenRLHF calls it, with lists of length one, and with ``completions`` if it takes them; one
-    of TRL's with all completions of a prompt, for each of which it has ``reward.timeout_s``.
+    of TRL's with all completions of a prompt, whose deadline is that of one times their number.
     A worker that passes the deadline or dies is replaced; a sample that waits for one longer than
     ``queue_timeout_s`` fails. Usable from any thread and any event loop; a context manager.
     """
@@ -278,33 +280,21 @@ class RewardPool:
         for started in self._started:
             started.result()
 
-    def submit(self, query: str, prompt: str, label: Any, completion: str | None = None) -> Future[RewardResult]:
+    def submit(
+        self, query: str, prompt: str, label: Any, completion: str | None = None,
+        group: Group | None = None, place: int = 0,
+    ) -> Future[RewardResult]:  # fmt: skip
         """Queue one sample; arguments as of ``Grader.grade``. The future raises what :meth:`grade` raises."""
-        return self._submit(prompt, label, [(query, query.removeprefix(prompt) if completion is None else completion)])[0]
-
-    def _submit(self, prompt: str, label: Any, texts: Sequence[tuple[str, str]]) -> list[Future[RewardResult]]:
-        queries, completions = map(list, zip(*texts, strict=True))
-        job = _Job(prompt, label, queries, completions, [Future() for _ in texts])
+        completion = query.removeprefix(prompt) if completion is None else completion
+        job = _Job(query, prompt, label, completion, group, place)
         with self._lock:  # a sample is either refused here or queued before the threads' end mark
             self._start_locked()
             self._jobs.put(job)
-        return job.futures
+        return job.future
 
-    async def grade(self, query: str, prompt: str, label: Any, completion: str | None = None) -> RewardResult:
+    async def grade(self, *sample: Any) -> RewardResult:
         """As ``Grader.grade``. Raises RewardError, RewardImportError, RewardPoolClosed."""
-        return await asyncio.wrap_future(self.submit(query, prompt, label, completion))
-
-    async def takes_groups(self) -> bool:
-        """See ``Grader``; waits for the import of the file. Raises RewardImportError, RewardPoolClosed."""
-        self.start()
-        await asyncio.shield(asyncio.wrap_future(self._started[0]))  # which other samples wait for
-        return self._workers[0].takes_groups
-
-    def grade_group(
-        self, prompt: str, label: Any, texts: Sequence[tuple[str, str]]
-    ) -> Sequence[Awaitable[RewardResult]]:
-        """See ``Grader``. Raises RewardPoolClosed."""
-        return [*map(asyncio.wrap_future, self._submit(prompt, label, texts))]
+        return await asyncio.wrap_future(self.submit(*sample))
 
     def close(self) -> None:
         """Kill the workers; samples that wait or run fail with ``RewardPoolClosed``. Idempotent."""
@@ -347,55 +337,65 @@ class RewardPool:
         broken = _start(worker)
         started.set_result(None) if broken is None else started.set_exception(broken)
         while (job := self._jobs.get()) is not None:
-            if not any([future.set_running_or_notify_cancel() for future in job.futures]):
+            if not job.future.set_running_or_notify_cancel():
                 continue
             if broken is None and worker.pid is None:  # it died between two samples, which is no sample's fault
                 broken = _start(worker)
             if broken is not None:
-                job.settle([broken] * len(job.futures))
+                job.fail(broken)
+                continue
+            if not (jobs := self._together(worker, job)):
                 continue
             try:
-                job.settle(self._grade(worker, job))
-            except BaseException as error:  # noqa: B036  it belongs to whoever awaits the sample
-                job.settle([error] * len(job.futures))
+                self._grade(worker, jobs)
+            except BaseException as error:  # noqa: B036  it belongs to whoever awaits the samples
+                for one in jobs:
+                    one.fail(error)
             if worker.pid is None:  # replace it now rather than at the cost of the next sample
                 broken = _start(worker)
         worker.stop()
 
-    def _grade(self, worker: WorkerProcess, job: _Job) -> Sequence[RewardResult | RewardError]:
-        waited_s = time.monotonic() - job.queued_at
+    def _together(self, worker: WorkerProcess, job: _Job) -> list[_Job]:
+        """The samples that one call grades: of a function that wants a whole group none, until the last has come."""
+        if job.group is None or not (worker.takes_groups or job.group.is_trial):
+            return [job]
+        with self._lock:
+            come = job.group.come
+            come[job.place] = job
+            return [come[place] for place in sorted(come)] if len(come) == job.group.size else []
+
+    def _grade(self, worker: WorkerProcess, jobs: list[_Job]) -> None:
+        waited_s = time.monotonic() - max(job.queued_at for job in jobs)
         if waited_s > self._queue_timeout_s:
-            return job.errors(
-                RewardTimeout,
+            raise RewardTimeout(
                 f"the sample waited {waited_s:.1f} s for a grading worker, more than {self._queue_timeout_s:g} s: the "
                 "reward function is slower than the rollout. Raise --reward.num_workers or make it faster",
             )
-        timeout_s = self._timeout_s * len(job.completions)
+        samples = [(job.query, job.prompt, job.label, job.completion) for job in jobs]
         try:
-            kind, content, *said = worker.ask(job.prompt, job.label, job.queries, job.completions, timeout_s)
+            kind, content, *said = worker.ask(samples, self._timeout_s * (len(jobs) + worker.to_try))
         except WorkerHung as hung:
             worker.kill()
-            return job.errors(RewardTimeout, self._closed_or(self._timeout_message(hung, len(job.completions))))
+            raise RewardTimeout(self._closed_or(self._timeout_message(hung))) from None
         except WorkerDied as died:
-            return job.errors(RewardWorkerDied, self._closed_or(f"{self._reward_path}: {died}"))
+            raise RewardWorkerDied(self._closed_or(f"{self._reward_path}: {died}")) from None
         if kind == "raised":
-            return job.errors(RewardRaised, f"reward_func of {self._reward_path} raised:\n{content}")
+            raise RewardRaised(f"reward_func of {self._reward_path} raised:\n{content}")
         if kind == "invalid":
-            return job.errors(RewardInvalid, f"reward_func of {self._reward_path} {content}")
+            raise RewardInvalid(f"reward_func of {self._reward_path} {content}")
+        worker.to_try = 0
         if said[0] is not None:
             _say(f"{self._reward_path}: {said[0]}")
-        return [
-            RewardInvalid(f"reward_func of {self._reward_path} {grade}", job.prompt, completion, job.label)
-            if isinstance(grade, str)
-            else grade
-            for grade, completion in zip(content, job.completions, strict=True)
-        ]
+        for job, grade in zip(jobs, content, strict=True):
+            if isinstance(grade, str):
+                job.fail(RewardInvalid(f"reward_func of {self._reward_path} {grade}"))
+            else:
+                job.future.set_result(grade)
 
-    def _timeout_message(self, hung: WorkerHung, samples: int) -> str:
-        each = f" for each of {samples} completions" if samples > 1 else ""
+    def _timeout_message(self, hung: WorkerHung) -> str:
         return (
-            f"reward_func of {self._reward_path} did not return within {self._timeout_s:g} s{each} (--reward.timeout_s); "
-            f"its worker was killed and replaced. It was here:\n{hung}"
+            f"reward_func of {self._reward_path} did not return within {self._timeout_s:g} s (--reward.timeout_s); its "
+            f"worker was killed and replaced. It was here:\n{hung}"
         )
 
     def _closed_or(self, message: str) -> str:

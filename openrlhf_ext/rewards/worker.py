@@ -1,10 +1,10 @@
 """The process that imports and calls the user's reward function. It imports the user's file and nothing heavy.
 
 Protocol, pickled over one connection: the worker sends ``("ready", takes_groups)`` or ``("import_error", text)``;
-``takes_groups``: the function wants all completions of a prompt at once. Then for each ``(prompt, label, queries,
-completions)`` it answers ``("graded", results, said)``, of each completion a RewardResult, or a text that says what is
-wrong with its answer, and how a function of verl or TRL is called, None of one in OpenRLHF's form; or
-``("raised", traceback)`` or ``("invalid", text)``.
+``takes_groups``: the function wants all completions of a prompt at once. Then for each list of ``(query, prompt, label,
+completion)`` it answers ``("graded", results, said)``, of each sample a RewardResult, or a text that says what is wrong
+with its answer, and how a function of verl or TRL is called, None of one in OpenRLHF's form; or ``("raised",
+traceback)`` or ``("invalid", text)``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(connection_fd: int, stack_fd: int, parent_pid: int, memory_mib: int, re
             return
         connection.send(("ready", getattr(function, "takes_groups", False)))
         while True:
-            connection.send(_grade(function, *connection.recv()))
+            connection.send(_grade(function, connection.recv()))
 
 
 def load_reward_function(reward_path: str) -> RewardFunction:
@@ -103,12 +103,19 @@ def _wrong_signature(function: RewardFunction) -> str | None:
 
 def call_reward(function: RewardFunction, query: str, prompt: str, label: Any, completion: str) -> Any:
     """A reward function's answer to one sample, told the completion if it takes that; raises what it raises."""
-    return _call(function, prompt, label, [query], [completion])
+    return _answers(function, [(query, prompt, label, completion)])[0]
 
 
-def _call(function: RewardFunction, prompt: str, label: Any, queries: list[str], completions: list[str]) -> Any:
+def _answers(function: RewardFunction, samples: list[tuple[str, str, Any, str]]) -> list[Any]:
+    """To each sample. Several are TRL's group; or the trial's, which asks whether answers depend on each other."""
+    *given, completions = map(list, zip(*samples, strict=True))
     more = {"completions": completions} if _takes_completions(function) else {}
-    return settled(function(queries, [prompt] * len(queries), [label] * len(queries), **more))
+    answer = settled(function(*given, **more))
+    if isinstance(function, ForeignReward):
+        return answer
+    if len(samples) == 1:
+        return [answer]
+    return [{"rewards": one} for one, _ in zip(answer["rewards"], samples, strict=True)]
 
 
 def _takes_completions(function: RewardFunction) -> bool:
@@ -119,30 +126,21 @@ def _takes_completions(function: RewardFunction) -> bool:
     return "completions" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _grade(
-    function: RewardFunction, prompt: str, label: Any, queries: list[str], completions: list[str]
-) -> tuple[Any, ...]:
+def _grade(function: RewardFunction, samples: list[tuple[str, str, Any, str]]) -> tuple[Any, ...]:
     started = time.perf_counter()
-    finish: Callable[[Any], Any] = getattr(function, "summed", lambda answer: answer)
     try:
-        if isinstance(function, ForeignReward):
-            answers = function.answers(prompt, label, completions)
-        elif len(queries) == 1:
-            answers = [_call(function, prompt, label, queries, completions)]
-        else:  # the trial asks whether the answers depend on each other
-            rewards = _call(function, prompt, label, queries, completions)["rewards"]
-            answers = [{"rewards": one} for _, one in zip(queries, rewards, strict=True)]
+        answers = _answers(function, samples)
     except InvalidAnswer as error:
         return "invalid", str(error)
     except BaseException:  # noqa: B036  SystemExit in user code is a failure of this sample, not the worker's end
         return "raised", _user_traceback()
-    seconds = (time.perf_counter() - started) / len(queries)
-    return "graded", [_parsed(finish, answer, seconds) for answer in answers], getattr(function, "said", None)
+    seconds = (time.perf_counter() - started) / len(samples)
+    return "graded", [_parsed(answer, seconds) for answer in answers], getattr(function, "said", None)
 
 
-def _parsed(finish: Callable[[Any], Any], answer: Any, seconds: float) -> RewardResult | str:
+def _parsed(answer: Any, seconds: float) -> RewardResult | str:
     try:
-        return parse_answer(finish(answer), seconds)
+        return parse_answer(answer, seconds)
     except InvalidAnswer as error:
         return str(error)
 

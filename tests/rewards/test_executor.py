@@ -21,11 +21,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.rewards.executor import GradedSingleTurnExecutor, HttpReward, make_executor, open_grader
-from openrlhf_ext.rewards.grading import FailurePolicy, Grader, RewardFailureLimit, RewardImportError, RewardResult
+from openrlhf_ext.rewards.grading import FailurePolicy, RewardFailureLimit, RewardImportError, RewardResult
 from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
 from tests.models import make_reward_model, make_tiny_policy
-from tests.patience import PATIENCE_S, SOONER_S, until
+from tests.patience import PATIENCE_S, until
 
 TAGGED = Path(__file__).parents[2] / "examples/python/reward_tagged_maths.py"
 REWARD_FILE = """
@@ -87,7 +87,7 @@ class FakeEngine:
         return SimpleNamespace(outputs=[output])
 
 
-class FakeGrader(Grader):
+class FakeGrader:
     """Grades with a Python function, after a pause."""
 
     def __init__(self, function: Callable[[str], dict[str, float]], delay_s: float = 0.0) -> None:
@@ -96,7 +96,7 @@ class FakeGrader(Grader):
     def start(self) -> None:
         self.started += 1
 
-    async def grade(self, query: str, prompt: str, label: str, completion: str) -> RewardResult:
+    async def grade(self, query: str, *_: Any) -> RewardResult:
         await asyncio.sleep(self.delay_s)
         return RewardResult(1.0, 1.0, self.function(query))
 

@@ -95,7 +95,7 @@ def test_trls_functions_are_summed_without_those_that_say_none(graded):
         graded(both)
     assert graded(both + "reward_funcs = [right, other]\nreward_weights = [0.5, 3.0]").reward == 1
     assert graded(both + "reward_func = right").reward == 2
-    with pytest.raises(InvalidAnswer, match="no function graded this completion"):
+    with pytest.raises(InvalidAnswer, match="returned rewards = 'None'"):
         graded(both + "reward_func = other")
     with pytest.raises(TypeError, match="1 numbers for 2 reward_funcs"):
         graded(both + "reward_funcs = [right, other]\nreward_weights = [0.5]")

@@ -306,7 +306,8 @@ def test_trls_function_is_called_and_how_is_said_once(tmp_path: Path, caplog: py
     with caplog.at_level("INFO"), RewardPool(options(path, num_workers=2)) as pool:
         pool.check()
         assert pool.submit("q: 4", "q: ", "4", "4").result() == RewardResult(1.0, 1.0, {}, ANY)
-    assert caplog.text.count("trl.py: reward is called in TRL's form, with all completions of a prompt; answer is the label") == 1
+    said = "trl.py: reward is called in TRL's form, with all completions of a prompt; answer is the label"
+    assert caplog.text.count(said) == 1
 
 
 def checked(path: Path, start_timeout_s: float = 120.0) -> None:

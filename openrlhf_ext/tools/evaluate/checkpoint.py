@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.inputs import reading, require_one_beginning
@@ -18,7 +17,7 @@ from openrlhf_ext.options.sections.evaluate import Evaluate
 from openrlhf_ext.rewards.answers import answer_alone, extract_answer, stated_answers, surely_different
 from openrlhf_ext.rewards.counting import SOLVED
 from openrlhf_ext.rewards.executor import open_grader
-from openrlhf_ext.rewards.grading import FailurePolicy, Grader, RewardError, RewardResult
+from openrlhf_ext.rewards.grading import FailurePolicy, Grader, Group, RewardError, RewardResult
 from openrlhf_ext.tools.evaluate.problems import MATHS, Problem, Store, Task
 from openrlhf_ext.tools.evaluate.result import EvaluationResult, summarize
 from openrlhf_ext.tools.evaluate.sampling import (
@@ -155,12 +154,13 @@ async def _grade_groups(
     grader = open_grader(Reward(remote_url=task.reward, num_workers=workers, timeout_s=options.reward_timeout_s))
     tolerated = 10 if options.max_failures is None and options.reward else options.max_failures
     policy = FailurePolicy(tolerated)
-    grading = Grading(grader, policy, workers, by_equality=task.reward == MATHS)
     try:
         grader.start()
         for start in range(done - done % size, len(problems), size):
             group = problems[start : start + size]
             answers = await sample(group)
+            in_flight = max(_IN_FLIGHT_PER_WORKER * workers, len(answers[0].completions))  # a grader may want them all
+            grading = Grading(grader, policy, in_flight, by_equality=task.reward == MATHS)
             graded = await asyncio.gather(*map(partial(_graded, task, grading), group, answers))
             store.append(graded[max(0, done - start) :])
             logger.info("%s: %d of %d problems", task.name, len(store.results), len(problems))
@@ -173,14 +173,20 @@ async def _graded(task: Task, grading: Grading, problem: Problem, answers: Answe
     sampled = [*completions, *([answers.greedy] if answers.greedy is not None else [])]
     alone = [answer_alone(c.body, task.answers) for c in sampled]
     whole = task.answers == "any" or task.reward != MATHS  # another reward function looks for its answer itself
-    texts = [(c.query, c.body) if whole else (problem.prompt + answer, answer)
-             for c, answer in zip(sampled, alone, strict=True)]  # fmt: skip
-    groups = [texts[: len(completions)], texts[len(completions) :]]  # the greedy one is none of the group
-    grades = await asyncio.gather(*(grading.grade(problem, group) for group in groups))
-    lines = [_line(completion, grade) for completion, grade in zip(sampled, chain(*grades), strict=True)]
+    groups = [Group(len(completions)), Group(1)]  # the greedy one is none of the others
+    grades = await asyncio.gather(
+        *(
+            grading.grade(
+                c.query if whole else problem.prompt + answer, problem.prompt, problem.label,
+                c.body if whole else answer, groups[place >= len(completions)], place,
+            )
+            for place, (c, answer) in enumerate(zip(sampled, alone, strict=True))
+        )
+    )  # fmt: skip
+    lines = [_line(completion, grade) for completion, grade in zip(sampled, grades, strict=True)]
     samples, greedy = lines[: len(completions)], lines[len(completions) :]
-    stated = [answer_alone(c.text, task.answers) for c in completions]
-    votes = await grading.votes(stated, [line["score"] >= SOLVED for line in samples])
+    texts = [answer_alone(c.text, task.answers) for c in completions]
+    votes = await grading.votes(texts, [line["score"] >= SOLVED for line in samples])
     return {
         "problem": problem.index, "prompt": problem.prompt, "label": problem.label,
         "completions": [{**line, "vote": vote} for line, vote in zip(samples, votes, strict=True)],
@@ -211,29 +217,19 @@ class Grading:
     which wrong answers are equal; else answers are equal if their normalized texts are.
     """
 
-    def __init__(self, grader: Grader, policy: FailurePolicy, num_workers: int, *, by_equality: bool) -> None:
+    def __init__(self, grader: Grader, policy: FailurePolicy, in_flight: int, *, by_equality: bool) -> None:
         self._grader, self._policy, self._by_equality = grader, policy, by_equality
-        self._in_flight = asyncio.Semaphore(_IN_FLIGHT_PER_WORKER * num_workers)
+        self._in_flight = asyncio.Semaphore(in_flight)
 
-    async def grade(self, problem: Problem, texts: Sequence[tuple[str, str]]) -> list[RewardResult | RewardError]:
-        """The grade of each completion, of which query and text are given, or why it cannot be graded;
-        RewardFailureLimit if too many cannot."""
-        size = max(1, len(texts)) if await self._grader.takes_groups() else 1
-
-        async def graded(group: Sequence[tuple[str, str]]) -> list[RewardResult | RewardError]:
-            async with self._in_flight:
-                grading = self._grader.grade_group(problem.prompt, problem.label, group)
-                return await asyncio.gather(*map(self._tolerated, grading))
-
-        parts = await asyncio.gather(*(graded(texts[at : at + size]) for at in range(0, len(texts), size)))
-        return [*chain(*parts)]
-
-    async def _tolerated(self, grading: Awaitable[RewardResult]) -> RewardResult | RewardError:
-        try:
-            return await grading
-        except RewardError as error:
-            self._policy.tolerate(error)
-            return error
+    async def grade(self, *sample: Any) -> RewardResult | RewardError:
+        """The grade of one completion, of ``Grader.grade``, or why it cannot be graded; RewardFailureLimit if too many
+        cannot."""
+        async with self._in_flight:
+            try:
+                return await self._grader.grade(*sample)
+            except RewardError as error:
+                self._policy.tolerate(error)
+                return error
 
     async def votes(self, texts: Sequence[str], correct: Sequence[bool]) -> list[int | None]:
         """For each completion of a problem the number of the answer it votes for; ``None``: it states none.
