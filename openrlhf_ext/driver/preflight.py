@@ -560,7 +560,8 @@ def _try_agent(config: RunConfig, first: _First) -> str | None:
         raise _Fault(f"{path} cannot be imported:\n{text}" if text else str(error)) from error
     for prompt, label in first(config) if tokenizer_fault(policy, chat=False) is None else ():
         with time_limit(2 * limit_s, "a made episode of the agent (twice reward.timeout_s)"):
-            return try_agent(agent, policy, prompt, label, COMPLETION, limit_s)
+            sampled = config.rollout.temperature, config.rollout.top_p
+            return try_agent(agent, policy, prompt, label, COMPLETION, limit_s, *sampled)
     return "imported, and not tried: the model with its tokenizer, or data.prompt_dataset, is not on this machine"
 
 

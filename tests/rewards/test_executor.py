@@ -67,7 +67,7 @@ class FakeEngine:
     tells_entropies = False
 
     def sampling_params(self, sampling: Sampling, **arguments: Any) -> SimpleNamespace:
-        return SimpleNamespace(temperature=sampling.temperature, **arguments)
+        return SimpleNamespace(temperature=sampling.temperature, top_p=sampling.top_p, **arguments)
 
     async def generate(self, prompt_ids: list[int], params: SimpleNamespace) -> SimpleNamespace:
         self.prompts.append(prompt_ids)
