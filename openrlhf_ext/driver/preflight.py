@@ -39,7 +39,7 @@ from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read
 from openrlhf_ext.megatron.settings import layer_converters
 from openrlhf_ext.options import Fault, no_effect, read, value_of
 from openrlhf_ext.options.sections.algo import CUSTOM
-from openrlhf_ext.rewards.grading import RewardError, RewardFailureLimit, RewardImportError, RewardInvalid
+from openrlhf_ext.rewards.grading import Group, RewardError, RewardFailureLimit, RewardImportError, RewardInvalid
 from openrlhf_ext.run import checkpoints, corridor
 from openrlhf_ext.user_code import time_limit, told, users_part
 
@@ -505,6 +505,13 @@ def _of_environment(option: str, text: str) -> str:
     return f"\nreward functions see {missed[1]} of the environment with --reward.environment {missed[1]} only"
 
 
+_RELATIVE = (
+    "its answers to several completions are not those to each of them: it compares them. A function of the form "
+    "f(completions, prompts, ..., **kwargs), as TRL's, gets all rollout.n_samples_per_prompt (here {}) completions of a "
+    "prompt, of which there must be 2 or more, and no guide's; in other forms it gets one at a time, as OpenRLHF has it"
+)
+
+
 class _Fault(Exception):
     """What is wrong with a user's file; the text says it."""
 
@@ -538,10 +545,25 @@ def _try_reward(config: RunConfig, first: _First) -> str | None:
     with RewardPool(reward.model_copy(update=trial)) as pool:
         pool.check()
         for prompt, label in first(config):
+            texts = [COMPLETION, f"The answer is {label}.", COMPLETION]
+
+            def rewards(*groups: Group) -> list[float]:
+                """Of the texts, of each alone or of all at once."""
+                jobs = [pool.submit(prompt + text, prompt, label, text, groups[place % len(groups)], place)
+                        for place, text in enumerate(texts)]  # fmt: skip
+                return [job.result().reward for job in jobs]
+
             grade = pool.submit(prompt + COMPLETION, prompt, label, COMPLETION).result()
-            return (
-                f"{COMPLETION!r} made as the answer to the first prompt: reward {grade.reward:g}, score {grade.score:g}"
-            )
+            said = f"{COMPLETION!r} made as the answer to the first prompt: reward {grade.reward:g}, score {grade.score:g}"
+            try:
+                alone = rewards(Group(1), Group(1), Group(1))
+                is_relative = alone[0] == alone[2] == grade.reward and alone != rewards(Group(3, is_trial=True))
+            except RewardError:  # as of a function that takes no list, and of one that this text is nothing for
+                return said
+            samples = config.rollout.n_samples_per_prompt
+            if is_relative and (not pool.takes_groups or samples == 1 or config.has_guide):
+                raise _Fault(_RELATIVE.format(samples))
+            return said + ("; it compares the completions of a prompt" if is_relative else "")
     return "imported, and not tried: data.prompt_dataset is not on this machine"
 
 

@@ -96,9 +96,10 @@ class _Function:
         self._needs = sorted(one for one in columns if one not in _VERLS or one in (body or one))
         self._none = {} if self.is_trls else dict.fromkeys(columns.intersection(_VERLS))
         labels = ["ground_truth"] if "ground_truth" in needs else self._needs or labels
-        only = labels[0] if len(labels) == 1 and labels[0] != _UNTOLD else None
-        self._label = getattr(module, "label_column", only)
-        self._labels = labels if self._label == only else [self._label] if self._label else []
+        if hasattr(module, "label_column"):
+            labels = [] if module.label_column is None else [module.label_column]
+        self._label = labels[0] if len(labels) == 1 and labels[0] != _UNTOLD else None
+        self._labels = labels
         form = getattr(module, "completions", None) if self.is_trls else "texts"
         if isinstance(form, str) and form not in ("texts", "messages"):
             raise TypeError(f'completions must be "texts" or "messages": got {form!r}')
@@ -155,15 +156,14 @@ class _Function:
         works, or in which alone it tells completions from each other. Raises InvalidAnswer: nothing decides."""
         label = given.get(self._label or "", next(iter(given.values()), "4"))
 
-        def outcomes(chat: bool, made: list[str]) -> list[float | str | None]:
+        def outcome(chat: bool, made: str) -> float | str | None:
             try:
-                found = self._ask(prompt, given, made, chat)
-                return [None if one is None else finite_number(one, "reward") for one in found]
+                (found,) = self._ask(prompt, given, [made], chat)
+                return None if found is None else finite_number(found, "reward")
             except Exception as error:  # as is to be expected in the wrong form
-                several = [outcomes(chat, [one])[0] for one in made] if len(made) > 1 else []
-                return several or [f"{type(error).__name__}: {error}"]
+                return f"{type(error).__name__}: {error}"
 
-        texts, messages = found = [outcomes(chat, [one.format(label) for one in _MADE]) for chat in (False, True)]
+        texts, messages = found = [[outcome(chat, one.format(label)) for one in _MADE] for chat in (False, True)]
         told = [[one for one in answers if not isinstance(one, str)] for answers in found]
         for either in (map(bool, told), (len({*answers}) > 1 or 0 < len(answers) < len(_MADE) for answers in told)):
             first, second = either

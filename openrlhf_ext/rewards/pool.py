@@ -268,6 +268,11 @@ class RewardPool:
         self._lock = threading.Lock()
         self._closed = False
 
+    @property
+    def takes_groups(self) -> bool:
+        """Once it is checked: the function gets all completions of a prompt."""
+        return self._workers[0].takes_groups
+
     def start(self) -> None:
         """Begin to start the workers, which the first sample waits for. Idempotent. Raises RewardImportError,
         RewardPoolClosed."""
