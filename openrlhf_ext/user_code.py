@@ -53,7 +53,7 @@ def import_importable(path: str | os.PathLike[str], instead: str) -> ModuleType:
     found = sys.modules.get(name) or PathFinder.find_spec(name)
     place = getattr(found, "__file__", getattr(found, "origin", None))
     if os.path.realpath(place or "") != file:
-        logger.warning("%s: processes that it starts cannot import it as %s, which is %s: rename it", file, name, place or "built in")
+        logger.warning("%s: its processes cannot import it as %s, which is %s: rename it", file, name, place)
         name = instead
     return import_file(name, file)
 

@@ -506,9 +506,9 @@ def _of_environment(option: str, text: str) -> str:
 
 
 _RELATIVE = (
-    "its answers to several completions are not those to each of them: it compares them. A function of the form "
-    "f(completions, prompts, ..., **kwargs), as TRL's, gets all rollout.n_samples_per_prompt (here {}) completions of a "
-    "prompt, of which there must be 2 or more, and no guide's; in other forms it gets one at a time, as OpenRLHF has it"
+    "its answers to several completions are not those to each of them: it compares them. A function of TRL's form, "
+    "f(completions, prompts, ..., **kwargs), gets all rollout.n_samples_per_prompt (here {}) completions of a prompt, "
+    "of which there must be 2 or more, and none a guide's; in other forms it gets one at a time, as in OpenRLHF"
 )
 
 
@@ -545,26 +545,26 @@ def _try_reward(config: RunConfig, first: _First) -> str | None:
     with RewardPool(reward.model_copy(update=trial)) as pool:
         pool.check()
         for prompt, label in first(config):
-            texts = [COMPLETION, f"The answer is {label}.", COMPLETION]
-
-            def rewards(*groups: Group) -> list[float]:
-                """Of the texts, of each alone or of all at once."""
-                jobs = [pool.submit(prompt + text, prompt, label, text, groups[place % len(groups)], place)
-                        for place, text in enumerate(texts)]  # fmt: skip
-                return [job.result().reward for job in jobs]
-
             grade = pool.submit(prompt + COMPLETION, prompt, label, COMPLETION).result()
-            said = f"{COMPLETION!r} made as the answer to the first prompt: reward {grade.reward:g}, score {grade.score:g}"
-            try:
-                alone = rewards(Group(1), Group(1), Group(1))
-                is_relative = alone[0] == alone[2] == grade.reward and alone != rewards(Group(3, is_trial=True))
-            except RewardError:  # as of a function that takes no list, and of one that this text is nothing for
-                return said
-            samples = config.rollout.n_samples_per_prompt
+            is_relative, samples = _compares(pool, prompt, label), config.rollout.n_samples_per_prompt
             if is_relative and (not pool.takes_groups or samples == 1 or config.has_guide):
                 raise _Fault(_RELATIVE.format(samples))
-            return said + ("; it compares the completions of a prompt" if is_relative else "")
+            said = f"{COMPLETION!r} made as the answer to the first prompt: reward {grade.reward:g}, score "
+            return f"{said}{grade.score:g}" + "; it compares the completions of a prompt" * is_relative
     return "imported, and not tried: data.prompt_dataset is not on this machine"
+
+
+def _compares(pool: Any, prompt: str, label: object) -> bool:
+    """Whether the rewards of several completions are not those of each alone, which it gives twice alike."""
+    texts, found = [COMPLETION, f"The answer is {label}.", COMPLETION], []
+    try:
+        for groups in ([Group(1), Group(1), Group(1)], [Group(3, is_trial=True)] * 3):
+            jobs = [pool.submit(prompt + text, prompt, label, text, groups[place], place)
+                    for place, text in enumerate(texts)]  # fmt: skip
+            found.append([job.result().reward for job in jobs])
+    except RewardError:  # as of a function that takes no list, or for which one of the texts is nothing
+        return False
+    return found[0][0] == found[0][2] and found[0] != found[1]
 
 
 def _try_agent(config: RunConfig, first: _First) -> str | None:

@@ -44,9 +44,9 @@ _NEEDED_KEYS = frozenset({"observation_tokens", "action_ranges", "rollout_log_pr
 _TRIES = 3  # of an episode that fails before its first word: a sandbox that does not start, a reset over the network
 _ROOM = 256  # tokens of the episode after the prompt
 _DISTRIBUTION = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
-    "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs", "guided_decoding", "logits_processors",
-    "thinking_token_budget", "trace_decode_token_ids",
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens", "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs", "guided_decoding",
+    "logits_processors", "thinking_token_budget", "trace_decode_token_ids",
 )  # fmt: skip
 """Sampling parameters that change which tokens are sampled. 0 and nothing are neutral but for the first two, and:"""
 _NEUTRAL = {"top_k": -1, "repetition_penalty": 1}

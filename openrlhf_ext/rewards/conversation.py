@@ -27,8 +27,9 @@ _NO_MATTER = {
     "model", "user", "metadata", "store", "service_tier", "session_id", "stream_options", "parallel_tool_calls",
     "safety_identifier", "prompt_cache_key",
 }  # fmt: skip
-_ASKS_FOR_NOTHING = {
-    "n": [1], "best_of": [1], "top_logprobs": [1], "tool_choice": ["none", "auto"], "response_format": [{"type": "text"}],
+_ASKS_FOR_NOTHING: dict[str, list[Any]] = {
+    "n": [1], "best_of": [1], "top_logprobs": [1], "tool_choice": ["none", "auto"],
+    "response_format": [{"type": "text"}],
 }  # fmt: skip
 """Each unless it is null, 0, false or empty."""
 
@@ -96,18 +97,18 @@ class Episode:
         if not isinstance(body, dict):
             raise BadRequest(f"the body must be a JSON object: got {body!r:.80}")
         _check_fields(body, self._params, chat)
-        asked = _messages(body.get("messages")) if chat else _prompt(body.get("prompt"))
+        asked: Any = _messages(body.get("messages")) if chat else _prompt(body.get("prompt"))
         limit = min(_given([*map(body.get, _LIMITS), self._params.max_tokens]), default=None)
-        kwargs = {**(body.get("chat_template_kwargs") or {}), **({"tools": body["tools"]} if body.get("tools") else {})}
-        if "tools" in kwargs and self._render(asked, kwargs) == self._render(asked, {**kwargs, "tools": None}):
-            raise BadRequest("the model's chat template does not show tools: leave them out, and describe them in a message")
+        kwargs = {"tools": body.get("tools") or None} | (body.get("chat_template_kwargs") or {})
+        if kwargs["tools"] and self._render(asked, kwargs) == self._render(asked, kwargs | {"tools": None}):
+            raise BadRequest("the model's chat template does not show tools: describe them in a message")
         before, prompt_S = self._prompt_of(asked, kwargs)
         if before is None:  # cut from the left where it leaves no room, as the prompt of a single turn is
             room = min(limit or 1, self._max_len - 1)
             prompt_S = prompt_S[max(0, len(prompt_S) - (self._max_len - room)) :]
         limit = min(_given([limit, self._max_len - len(prompt_S)]))
         call = await self._sample(asked, before, prompt_S, limit, _texts(body.get("stop")))
-        self._tools[call] = kwargs.get("tools")
+        self._tools[call] = kwargs["tools"]
         self._calls.append(call)
         return call
 
@@ -164,11 +165,9 @@ class Episode:
             known = before.asked + before.text
             return asked[len(known) :] if asked.startswith(known) else None
         at = len(before.asked)
-        if len(asked) <= at or asked[:at] != before.asked or asked[at]["role"] != "assistant":
+        if self._tools[before] != kwargs["tools"] or len(asked) <= at or asked[:at] != before.asked:
             return None
-        if self._tools[before] != kwargs.get("tools"):
-            return None
-        if asked[at]["content"].strip() != before.text.strip():
+        if asked[at]["role"] != "assistant" or asked[at]["content"].strip() != before.text.strip():
             return None
         mark = uuid4().hex  # in the place of the answer: how the template would write that does not matter
         marked = [*asked[:at], {"role": "assistant", "content": mark}, *asked[at + 1 :]]
@@ -208,8 +207,6 @@ def _check_fields(body: Mapping[str, Any], params: Any, chat: bool) -> None:
             raise BadRequest(f"{name} must be a whole number above 0: got {limit!r:.80}")
     if not isinstance(body.get("chat_template_kwargs") or {}, dict):
         raise BadRequest(f"chat_template_kwargs must be an object: got {body['chat_template_kwargs']!r:.80}")
-    if not (isinstance(tools := body.get("tools") or [], list) and all(isinstance(tool, dict) for tool in tools)):
-        raise BadRequest(f"tools must be a list of objects: got {tools!r:.80}")
     if not all(isinstance(text, str) for text in _texts(body.get("stop"))):
         raise BadRequest(f"stop must be a text or a list of texts: got {body['stop']!r:.80}")
 

@@ -128,8 +128,8 @@ async def _check_status(response: aiohttp.ClientResponse, url: str, sample: tupl
 
 
 class GradedExecutor:
-    """What every sample leaves with: a finite reward. One that cannot be graded gets ``failures.failure_value``, score 0
-    and ``extra_logs["reward_failed"] = 1``, until the policy stops the run."""
+    """What every sample leaves with: a finite reward. One that cannot be graded gets ``failures.failure_value``, score
+    0 and ``extra_logs["reward_failed"] = 1``, until the policy stops the run."""
 
     def __init__(self, failures: FailurePolicy) -> None:
         self._failures = failures
@@ -149,28 +149,6 @@ class GradedExecutor:
             self._failures.tolerate(error)
             return RewardResult(self._failures.failure_value, 0.0, {FAILED_KEY: 1.0})
         return RewardResult(result.reward, result.score, {**result.extra_logs, FAILED_KEY: 0.0}, result.seconds)
-
-    def _check_log_keys(self, result: RewardResult, prompt: str, completion: Callable[[], str], label: Any) -> None:
-        keys = frozenset(result.extra_logs)
-        if self._log_keys is None:
-            self._log_keys = keys
-        if keys != self._log_keys:
-            raise RewardInvalid(
-                "the reward came with extra_logs of other keys than before: every sample needs the same ones. "
-                f"Missing: {sorted(self._log_keys - keys)}; new: {sorted(keys - self._log_keys)}",
-                prompt, completion(), label,
-            )  # fmt: skip
-
-    async def _known_log_keys(self) -> frozenset[str]:
-        """The keys of ``extra_logs``; waits for the first graded sample while one may still come."""
-        deadline = time.monotonic() + _KEYS_WAIT_S
-        self._under_way -= 1  # this one will not bring them, nor will others that wait here
-        try:
-            while self._log_keys is None and self._under_way and time.monotonic() < deadline:
-                await asyncio.sleep(_KEYS_POLL_S)
-        finally:
-            self._under_way += 1
-        return self._log_keys or frozenset()
 
 
 class GradedSingleTurnExecutor(GradedExecutor):

@@ -174,8 +174,8 @@ class _Function:
         if texts == messages and len({*told[0]}) > 1 or "content" not in Path(str(self._module.__file__)).read_text():
             return False
         raise InvalidAnswer(
-            "takes texts and messages alike, and nothing tells which it is made for: to completions made for a trial it "
-            f'answers {texts!r:.300} as texts, {messages!r:.300} as messages. Write a line completions = "texts" or '
+            "takes texts and messages alike, and nothing tells which it is made for: to completions made for a trial "
+            f'it answers {texts!r:.300} as texts, {messages!r:.300} as messages. Write a line completions = "texts" or '
             'completions = "messages" into the file'
         )
 

@@ -129,8 +129,8 @@ class WorkerProcess:
         self.to_try = TRIED * self.takes_groups
 
     def ask(self, samples: list[tuple[str, str, Any, str]], timeout_s: float) -> tuple[Any, ...]:
-        """The worker's reply to one sample, or to those of one prompt (``takes_groups``). Raises WorkerHung: the process
-        still runs, kill it; WorkerDied."""
+        """The worker's reply to one sample, or to those of one prompt (``takes_groups``). Raises WorkerHung: the
+        process still runs, kill it; WorkerDied."""
         if (running := self._running) is None:
             raise RuntimeError("start() comes before ask()")
         try:
@@ -248,8 +248,8 @@ class _Job:
 class RewardPool:
     """Grades samples with ``reward_func(queries, prompts, labels)`` of a Python file, in killable processes.
 
-    The function is called as OpenRLHF calls it, with lists of length one, and with ``completions`` if it takes them; one
-    of TRL's with all completions of a prompt, whose deadline is that of one times their number.
+    The function is called as OpenRLHF calls it, with lists of length one, and with ``completions`` if it takes them;
+    one of TRL's with all completions of a prompt, whose deadline is that of one times their number.
     A worker that passes the deadline or dies is replaced; a sample that waits for one longer than
     ``queue_timeout_s`` fails. Usable from any thread and any event loop; a context manager.
     """

@@ -406,7 +406,7 @@ def test_files_of_the_users_own_are_tried_on_something_tiny(task, tmp_path, monk
 
 
 SHORTEST = "[1.0 if len(one) == min(map(len, {0})) else 0.0 for one in {0}]"
-OWN = "def reward_func(queries, prompts, labels, **kwargs):\n    return {'rewards': " + SHORTEST.format("queries") + "}\n"
+OWN = "def reward_func(queries, prompts, labels):\n    return {'rewards': " + SHORTEST.format("queries") + "}\n"
 
 
 def test_a_function_that_compares_completions_gets_the_group_or_is_refused(task, tmp_path):
@@ -416,12 +416,13 @@ def test_a_function_that_compares_completions_gets_the_group_or_is_refused(task,
                      "--algo.advantage.estimator", "reinforce"] for n in "21")
     (line,) = map(str, try_user_code(load(task, *several)))
     assert line.endswith("reward 1, score 1; it compares the completions of a prompt")
-    with pytest.raises(ConfigError, match="it compares them.*here 1. completions of a prompt, of which there must be 2"):
+    with pytest.raises(ConfigError, match="it compares them.*here 1. completions of a prompt, of which there must"):
         try_user_code(load(task, *one))
     reward.write_text(OWN)
     with pytest.raises(ConfigError, match="in other forms it gets one at a time"):
         try_user_code(load(task, *several))
-    for harmless in (OWN.replace("min(map(len, queries))", "10"), OWN.replace("1.0 if", "__import__('random').random() if")):
+    random = OWN.replace("1.0 if", "__import__('random').random() if")
+    for harmless in (OWN.replace("min(map(len, queries))", "10"), random):
         reward.write_text(harmless)  # one that grades each for itself, and one that says nothing twice
         (line,) = map(str, try_user_code(load(task, *several)))
         assert "it compares" not in line

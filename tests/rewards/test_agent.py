@@ -323,7 +323,8 @@ class Environment(AgentInstanceBase):
         self.turn += 1
         params = states["sampling_params"]
         {change}
-        return {{"rewards": 1.0, "environment_feedback": {words}, "done": self.turn == {turns}, "sampling_params": params}}
+        done = self.turn == {turns}
+        return {{"rewards": 1.0, "environment_feedback": {words}, "done": done, "sampling_params": params}}
 class AgentExecutor(MultiTurnAgentExecutor):
     def __init__(self): super().__init__(Environment)
 """
@@ -380,8 +381,9 @@ def test_an_environment_that_samples_from_another_distribution_is_refused_by_nam
 
 def test_neutral_parameters_pass_and_log_probs_are_always_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "agent.py"
-    neutral = "temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, presence_penalty=0.0, repetition_penalty=1.0, min_tokens=0"
-    change = f"params = SimpleNamespace({neutral}, bad_words=[], logit_bias=None, stop=['x'], logprobs=None, max_tokens=9)"
+    neutral = "temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, presence_penalty=0.0, repetition_penalty=1.0"
+    others = "min_tokens=0, bad_words=[], logit_bias=None, stop=['x'], logprobs=None, max_tokens=9"
+    change = f"params = SimpleNamespace({neutral}, {others})"
     path.write_text(ENVIRONMENT.format(change=change, words="'='", turns=3))
     response = with_room(path, 99, "a", "b", "c")
     assert len(response.actions) == 3 and response.logprobs_T.tolist() == [-0.25] * response.sampled

@@ -94,7 +94,7 @@ def test_texts_or_messages_are_what_works(tmp_path, head, text, form, is_lenient
     """Also where a function counts what it cannot read as 0."""
     source = f"{head}def f(completions, prompts, **kwargs):\n    return {RIGHT.format(text)}\n"
     if is_lenient:
-        right = "    try:\n        return [float('4' in {}) for one in completions]\n".format(text)
+        right = f"    try:\n        return {RIGHT.format(text)}\n"
         source = source.replace(f"    return {RIGHT.format(text)}\n", right) + "    except Exception:\n"
         source += "        return [0.0] * len(completions)\n"
     (tmp_path / "rewards.py").write_text(source)
@@ -106,7 +106,8 @@ def test_texts_or_messages_are_what_works(tmp_path, head, text, form, is_lenient
 
 def test_where_nothing_tells_texts_from_messages_the_file_has_to(graded):
     """A length of both, and a function that is the same to every completion made for the trial."""
-    for body in ("[len(str(one)) for one in completions]  # content", "[float(one == 'content') for one in completions]"):
+    bodies = "[len(str(one)) for one in completions]  # content", "[float(one == 'content') for one in completions]"
+    for body in bodies:
         source = f"def f(completions, **kwargs):\n    return {body}\n"
         with pytest.raises(InvalidAnswer, match='nothing tells .*Write a line completions = "texts" or'):
             graded(source)
