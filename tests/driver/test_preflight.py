@@ -412,8 +412,19 @@ OWN = "def reward_func(queries, prompts, labels):\n    return {'rewards': " + SH
 def test_a_function_that_compares_completions_gets_the_group_or_is_refused(task, tmp_path):
     reward = tmp_path / "shortest.py"
     reward.write_text(f"def shortest(completions, **kwargs):\n    return {SHORTEST.format('completions')}\n")
-    several, one = (["--reward.remote_url", str(reward), "--rollout.n_samples_per_prompt", n, "--train.batch_size", "8",
-                     "--algo.advantage.estimator", "reinforce"] for n in "21")
+    several, one = (
+        [
+            "--reward.remote_url",
+            str(reward),
+            "--rollout.n_samples_per_prompt",
+            n,
+            "--train.batch_size",
+            "8",
+            "--algo.advantage.estimator",
+            "reinforce",
+        ]
+        for n in "21"
+    )
     (line,) = map(str, try_user_code(load(task, *several)))
     assert line.endswith("reward 1, score 1; it compares the completions of a prompt")
     with pytest.raises(ConfigError, match="it compares them.*here 1. completions of a prompt, of which there must"):
