@@ -175,7 +175,7 @@ class WorkerProcess:
                     stdin=subprocess.DEVNULL,
                     pass_fds=fds,
                     start_new_session=True,  # Ctrl-C reaches the driver only; killpg reaches all of the worker
-                    env={"OMP_NUM_THREADS": "1", **_variables(self._environment)},
+                    env={"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **_variables(self._environment)},
                 )  # fmt: skip
             self._running = _Running(process, ours, stack_file)
             return self._running
