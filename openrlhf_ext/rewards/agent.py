@@ -470,18 +470,13 @@ class _MadeEngine:
         self._ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
     def sampling_params(self, sampling: Sampling, **arguments: Any) -> SimpleNamespace:
-        return SimpleNamespace(
-            temperature=sampling.temperature, top_p=sampling.top_p, seed=None, stop=None, **arguments
-        )
+        return SimpleNamespace(temperature=sampling.temperature, top_p=sampling.top_p, seed=None, **arguments)
 
     async def generate(self, prompt_token_ids: list[int], sampling_params: Any, **_: Any) -> SimpleNamespace:
         ids = self._ids[: sampling_params.max_tokens]
-        stops = [sampling_params.stop] if isinstance(sampling_params.stop, str) else sampling_params.stop or []
-        stop = next((text for text in stops if text in self._text), None)
         completion = SimpleNamespace(
-            token_ids=ids, text=self._text.partition(stop)[0] if stop else self._text, stop_reason=stop,
-            finish_reason="stop" if stop or len(ids) == len(self._ids) else "length",
-            logprobs=[{token: SimpleNamespace(logprob=-1.0)} for token in ids],
+            token_ids=ids, text=self._text, finish_reason="stop" if len(ids) == len(self._ids) else "length",
+            stop_reason=None, logprobs=[{token: SimpleNamespace(logprob=-1.0)} for token in ids],
             weight_versions=[(0, 0, len(ids))], routed_experts=None,
         )  # fmt: skip
         return SimpleNamespace(prompt_token_ids=prompt_token_ids, outputs=[completion])

@@ -54,9 +54,6 @@ class HttpReward:
     """
 
     def __init__(self, urls: Sequence[str], timeout_s: float = 30.0, retries: int = 4, pause_s: float = 0.5) -> None:
-        if not urls or timeout_s <= 0 or retries < 0:
-            raise ValueError(f"HttpReward: urls={redacted(urls)}, timeout_s={timeout_s}, retries={retries}: give an "
-                             "address, a positive deadline, a number of retries of at least 0")  # fmt: skip
         self._urls = cycle(urls)
         self._timeout_s = timeout_s
         self._retries = retries

@@ -64,9 +64,10 @@ def _reads(function: Callable[..., Any]) -> _Reads:
     settings = [one.name for one in named if isinstance(one.default, numbers.Number)]
     rest = next((one.name for one in parameters if one.kind is one.VAR_KEYWORD), None)
     try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(function, "func", function))))
+        inner = function if inspect.isroutine(function) else getattr(function, "func", type(function).__call__)
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(inner)))
         body = ast.unparse(ast.parse(source)).partition(":\n    ")[2]  # whose quotes are single ones
-    except (OSError, TypeError, SyntaxError):  # an object, or a function that stands in no file
+    except (OSError, TypeError, SyntaxError):  # of compiled code, or in no file
         body = ""
     body = re.sub('""".*?"""', "", body, flags=re.DOTALL)
     read = re.compile(rf"\b{rest}(\[|\.get\(|\.pop\()'(\w+)'|'(\w+)' (?:not )?in {rest}\b")
@@ -91,7 +92,7 @@ class _Function:
         if not self.is_trls and self._takes_all:
             needs += ["ground_truth", *_VERLS]
         columns = {*needs} - {*_WORDS, "prompts"}
-        self._names = columns.union(may) - _NOT_GIVEN
+        self._names = columns.union(may) - {*_NOT_GIVEN, "prompts"}
         self._prompts = self._takes_all or "prompts" in (*needs, *may)
         self._needs = sorted(one for one in columns if one not in _VERLS or one in (body or one))
         self._none = {} if self.is_trls else dict.fromkeys(columns.intersection(_VERLS))
@@ -109,11 +110,8 @@ class _Function:
     def said(self) -> str:
         """How it is called."""
         form = "TRL's form, with all completions of a prompt" if self.is_trls else "verl's form, with one completion"
-        texts = "messages, the prompt one of a user's as it was rendered" if self._chat else "texts"
-        return (
-            f"{self._name} is called in {form}; {self._label or 'no column'} is the label; keys that a label may have: "
-            f"{', '.join(sorted(self._names - {'prompts'})) or 'none'}; texts are {texts}"
-        )
+        label = f"{self._label or 'no column'} is the label, whose keys may be: {', '.join(sorted(self._names)) or 'none'}"
+        return f"{self._name} is called in {form}; {label}; completions are {'messages' if self._chat else 'texts'}"
 
     def answers(self, prompt: str, label: Any, completions: Sequence[str]) -> list[Any]:
         """Its answer to each completion in the form of ``reward_func``; None where it says None. Raises

@@ -228,8 +228,6 @@ class FailurePolicy:
     ``max_failures`` (None tolerates any number). The reward of a failed sample is ``failure_value``, its score 0."""
 
     def __init__(self, max_failures: int | None, failure_value: float = 0.0) -> None:
-        if max_failures is not None and max_failures < 0:
-            raise ValueError(f"--reward.max_failures must be at least 0, got {max_failures}")
         self._max_failures = max_failures
         self.failure_value = failure_value
         self.count = 0

@@ -397,5 +397,3 @@ def test_the_trial_of_an_agent_refuses_what_the_run_would(tmp_path: Path) -> Non
     with pytest.raises(RewardImportError, match="asked for temperature 0.3, and the run has temperature 1.0"):
         try_agent(load_agent(path), *trial, 1.0, 1.0)
     assert "turns 3" in try_agent(load_agent(path), *trial, 0.3, 1.0), "the run's own"
-    path.write_text(ENVIRONMENT.format(change="params.stop = ['0']", words="states['action_text']", turns=2))
-    assert " 1 tokens of the environment" in try_agent(load_agent(path), *trial, 1.0, 1.0)

@@ -101,7 +101,7 @@ def test_texts_or_messages_are_what_works(tmp_path, head, text, form, is_lenient
     function = load_reward_function(str(tmp_path / "rewards.py"))
     completion = '{"content": 4}' if "json" in head else "#### 4"
     assert call_reward(function, "", "2+2=", "4", completion) == {"rewards": 1}
-    assert f"texts are {form}" in function.said
+    assert function.said.endswith(f"completions are {form}")
 
 
 def test_where_nothing_tells_texts_from_messages_the_file_has_to(graded):
@@ -131,6 +131,14 @@ def test_a_label_that_would_reach_nobody_is_an_error(graded, parameters, body):
     assert graded(source, {"answer": "4"}).reward == 1, "an object's keys are the columns"
     assert graded(source + "label_column = 'answer'\n").reward == 1
     assert graded(source + "label_column = None\n").reward == 0
+
+
+def test_an_object_that_is_called_is_read_as_a_function_is(graded):
+    source = "class Right:\n    def __call__(self, completions, **kwargs):\n        {}\nreward_func = Right()\n"
+    assert graded(source.format("return [float(kwargs['answer'] == ['4'])]")).reward == 1
+    assert graded(source.format("return [1.0]")).reward == 1, "which needs no label"
+    with pytest.raises(InvalidAnswer, match="would never see the label"):
+        graded(source.format("return [float('4' in next(iter(kwargs.values())))]"))
 
 
 @pytest.mark.parametrize("parameters", ["answer=''", "answer=[]", "**kwargs"])
