@@ -110,8 +110,10 @@ class _Function:
     def said(self) -> str:
         """How it is called."""
         form = "TRL's form, with all completions of a prompt" if self.is_trls else "verl's form, with one completion"
-        label = f"{self._label or 'no column'} is the label, whose keys may be: {', '.join(sorted(self._names)) or 'none'}"
-        return f"{self._name} is called in {form}; {label}; completions are {'messages' if self._chat else 'texts'}"
+        label, keys = self._label or "no column", ", ".join(sorted(self._names)) or "none"
+        return f"{self._name} is called in {form}; {label} is the label, whose keys may be: {keys}; completions are " + (
+            "messages" if self._chat else "texts"
+        )
 
     def answers(self, prompt: str, label: Any, completions: Sequence[str]) -> list[Any]:
         """Its answer to each completion in the form of ``reward_func``; None where it says None. Raises

@@ -272,7 +272,7 @@ def run_agent(prompt, label, base_url):
     assert episode.response.reward == -0.25
     answers = json.loads((tmp_path / "answers.json").read_text())
     assert [status for status, _ in answers] == [400] * 7 + [404]
-    wanted = ["temperature must be the run's", "n is not supported", "not show tools", "stream is", "max_tokens must be",
+    wanted = ["temperature must be the run's", "n is not supported", "not show tools", "stream is", "max_tokens must",
               "no images", "prompt must be one text", "responses is not served"]  # fmt: skip
     assert all(want in message for want, (_, message) in zip(wanted, answers, strict=True)), answers
 
