@@ -111,9 +111,8 @@ class _Function:
         """How it is called."""
         form = "TRL's form, with all completions of a prompt" if self.is_trls else "verl's form, with one completion"
         label, keys = self._label or "no column", ", ".join(sorted(self._names)) or "none"
-        return f"{self._name} is called in {form}; {label} is the label, whose keys may be: {keys}; completions are " + (
-            "messages" if self._chat else "texts"
-        )
+        texts = "messages" if self._chat else "texts"
+        return f"{self._name} is called in {form}; {label} is the label (keys: {keys}); completions are {texts}"
 
     def answers(self, prompt: str, label: Any, completions: Sequence[str]) -> list[Any]:
         """Its answer to each completion in the form of ``reward_func``; None where it says None. Raises
