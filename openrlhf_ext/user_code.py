@@ -4,6 +4,7 @@ libraries and of this package."""
 from __future__ import annotations
 
 import linecache
+import logging
 import os
 import re
 import signal
@@ -13,10 +14,12 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+logger = logging.getLogger(__name__)
 _FRAME = re.compile(r'\s+File "(?P<file>.+?)", line \d+')
 _HEAD = "Traceback (most recent call last):"
 _PACKAGE = Path(__file__).resolve().parent
@@ -39,6 +42,20 @@ def import_file(name: str, path: str | os.PathLike[str]) -> ModuleType:
     linecache.checkcache(file)
     exec(compile(Path(file).read_bytes(), file, "exec", dont_inherit=True), vars(module))
     return module
+
+
+def import_importable(path: str | os.PathLike[str], instead: str) -> ModuleType:
+    """:func:`import_file` under the file's own name, by which processes that its code starts can import it, too (spawn,
+    forkserver, pickle): they get ``sys.path``, whose last entry is its folder. Where something else has that name it is
+    the module ``instead``, which they cannot import, and a warning says so."""
+    file, name = os.path.realpath(path), Path(path).stem
+    sys.path.append(os.path.dirname(file))  # last, so that a helper file cannot shadow a library
+    found = sys.modules.get(name) or PathFinder.find_spec(name)
+    place = getattr(found, "__file__", getattr(found, "origin", None))
+    if os.path.realpath(place or "") != file:
+        logger.warning("%s: its processes cannot import it as %s, which is %s: rename it", file, name, place)
+        name = instead
+    return import_file(name, file)
 
 
 def users_part(text: str) -> str:

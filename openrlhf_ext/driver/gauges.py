@@ -119,8 +119,11 @@ def _group_relative(rollout: RolloutBatch) -> Tensor:
 def reward_metrics(samples: Sequence[Response]) -> dict[str, float]:
     """Accuracy, mean score, mean of every number the reward function returned in ``extra_logs``, and how many samples
     were not graded."""
-    names = sorted(set(samples[0].extra_logs) - {FAILED_KEY})
-    logs = {f"reward_log/{name}": sum(s.extra_logs[name] for s in samples) / len(samples) for name in names}
+    names = sorted({name for sample in samples for name in sample.extra_logs} - {FAILED_KEY})
+    logs = {
+        f"reward_log/{name}": statistics.fmean(s.extra_logs[name] for s in samples if name in s.extra_logs)
+        for name in names
+    }
     scores = [graded(sample.score) for sample in samples]
     logs |= {"accuracy/mean": accuracy(scores), "score/mean": sum(scores) / len(scores)}
     return logs | {"reward/failures": sum(s.extra_logs.get(FAILED_KEY, 0.0) for s in samples)}

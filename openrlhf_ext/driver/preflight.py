@@ -37,7 +37,7 @@ from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read
 from openrlhf_ext.megatron.settings import layer_converters
 from openrlhf_ext.options import Fault, no_effect, read, value_of
 from openrlhf_ext.options.sections.algo import CUSTOM
-from openrlhf_ext.rewards.grading import RewardError, RewardFailureLimit, RewardImportError, RewardInvalid
+from openrlhf_ext.rewards.grading import Group, RewardError, RewardFailureLimit, RewardImportError, RewardInvalid
 from openrlhf_ext.run import checkpoints, corridor
 from openrlhf_ext.user_code import time_limit, told, users_part
 
@@ -518,6 +518,13 @@ def _of_environment(option: str, text: str) -> str:
     return f"\nreward functions see {missed[1]} of the environment with --reward.environment {missed[1]} only"
 
 
+_RELATIVE = (
+    "its answers to several completions are not those to each of them: it compares them. A function of TRL's form, "
+    "f(completions, prompts, ..., **kwargs), gets all rollout.n_samples_per_prompt (here {}) completions of a prompt, "
+    "of which there must be 2 or more, and none a guide's; in other forms it gets one at a time, as in OpenRLHF"
+)
+
+
 class _Fault(Exception):
     """What is wrong with a user's file; the text says it."""
 
@@ -552,10 +559,25 @@ def _try_reward(config: RunConfig, first: _First) -> str | None:
         pool.check()
         for prompt, label in first(config):
             grade = pool.submit(prompt + COMPLETION, prompt, label, COMPLETION).result()
-            return (
-                f"{COMPLETION!r} made as the answer to the first prompt: reward {grade.reward:g}, score {grade.score:g}"
-            )
+            is_relative, samples = _compares(pool, prompt, label), config.rollout.n_samples_per_prompt
+            if is_relative and (not pool.takes_groups or samples == 1 or config.has_guide):
+                raise _Fault(_RELATIVE.format(samples))
+            said = f"{COMPLETION!r} made as the answer to the first prompt: reward {grade.reward:g}, score "
+            return f"{said}{grade.score:g}" + "; it compares the completions of a prompt" * is_relative
     return "imported, and not tried: data.prompt_dataset is not on this machine"
+
+
+def _compares(pool: Any, prompt: str, label: object) -> bool:
+    """Whether the rewards of several completions are not those of each alone, which it gives twice alike."""
+    texts, found = [COMPLETION, f"The answer is {label}.", COMPLETION], []
+    try:
+        for groups in ([Group(1), Group(1), Group(1)], [Group(3, is_trial=True)] * 3):
+            jobs = [pool.submit(prompt + text, prompt, label, text, groups[place], place)
+                    for place, text in enumerate(texts)]  # fmt: skip
+            found.append([job.result().reward for job in jobs])
+    except RewardError:  # as of a function that takes no list, or for which one of the texts is nothing
+        return False
+    return found[0][0] == found[0][2] and found[0] != found[1]
 
 
 def _try_agent(config: RunConfig, first: _First) -> str | None:
@@ -573,7 +595,8 @@ def _try_agent(config: RunConfig, first: _First) -> str | None:
         raise _Fault(f"{path} cannot be imported:\n{text}" if text else str(error)) from error
     for prompt, label in first(config) if tokenizer_fault(policy, chat=False) is None else ():
         with time_limit(2 * limit_s, "a made episode of the agent (twice reward.timeout_s)"):
-            return try_agent(agent, policy, prompt, label, COMPLETION, limit_s)
+            sampled = config.rollout.temperature, config.rollout.top_p
+            return try_agent(agent, policy, prompt, label, COMPLETION, limit_s, *sampled)
     return "imported, and not tried: the model with its tokenizer, or data.prompt_dataset, is not on this machine"
 
 

@@ -5,9 +5,11 @@ OpenRLHF does it: its code waits with ``await`` and is not killable. Code of an 
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +35,7 @@ from openrlhf_ext.rewards.grading import (
     parse_answer,
 )
 from openrlhf_ext.rollout.response import GroupRequest, Response, ResponseRecorder, RolloutError, Sampling, graded
-from openrlhf_ext.user_code import coroutine_place, import_file, told
+from openrlhf_ext.user_code import coroutine_place, import_importable, told
 
 _STEP_KEYS = ("rewards", "environment_feedback", "done")
 _NEEDED = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine")
@@ -41,6 +43,14 @@ _GIVEN = (*_NEEDED, "images")
 _NEEDED_KEYS = frozenset({"observation_tokens", "action_ranges", "rollout_log_probs", "reward"})
 _TRIES = 3  # of an episode that fails before its first word: a sandbox that does not start, a reset over the network
 _ROOM = 256  # tokens of the episode after the prompt
+_DISTRIBUTION = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens", "bad_words", "logit_bias", "allowed_token_ids", "structured_outputs", "guided_decoding",
+    "logits_processors", "thinking_token_budget", "trace_decode_token_ids",
+)  # fmt: skip
+"""Sampling parameters that change which tokens are sampled. 0 and nothing are neutral but for the first two, and:"""
+_NEUTRAL = {"top_k": -1, "repetition_penalty": 1}
+_EPISODE: ContextVar[_EngineProxy] = ContextVar("episode")
 
 
 class GradedAgentExecutor(GradedExecutor):
@@ -77,6 +87,7 @@ class GradedAgentExecutor(GradedExecutor):
         """Raises _Unstarted: the episode failed before the policy had written a word."""
         recorder = ResponseRecorder(engine, request.seed_of(sample))
         proxy = _EngineProxy(recorder)
+        _EPISODE.set(proxy)  # for its environment, whose steps run in tasks made here
         answer: dict[str, Any] = {}
 
         def completion() -> str:
@@ -93,13 +104,12 @@ class GradedAgentExecutor(GradedExecutor):
                     raise _Unstarted(error) from failure
                 raise error from failure.__cause__
 
-        with self._counted():
-            try:
-                result = await self._settle(graded(), request.prompt, completion, request.label)
-            finally:
-                proxy.close()
+        try:
+            result = await self._settle(graded())
+        finally:
+            proxy.close()
         graded_answer = {
-            **(answer or proxy.last_response()),
+            "truncated": proxy.truncated, **(answer or proxy.last_response()), **proxy.done,
             "reward": result.reward, "scores": result.score, "extra_logs": result.extra_logs,
         }  # fmt: skip
         return Response.of_agent(recorder.annotate(graded_answer), request.sampling.max_len)
@@ -110,6 +120,7 @@ class GradedAgentExecutor(GradedExecutor):
         params = engine.sampling_params(
             sampling, max_tokens=sampling.max_new_tokens, detokenize=needs_text, logprobs=1
         )  # fmt: skip
+        engine.run_params = copy.copy(params)  # an environment may change its own
         given = {
             "prompt": request.prompt, "label": request.label, "sampling_params": params, "images": None,
             "max_length": sampling.max_len, "hf_tokenizer": tokenizer, "llm_engine": engine,
@@ -149,6 +160,10 @@ _REWRITE = (
     "base_url) in the place of AgentExecutor, which gets an address for each episode (docs/agents.md)"
 )
 _NOT_FROM_ITS_LOOP = f"the agent called generate from another thread or event loop than that of execute{_REWRITE}"
+_OTHER_SAMPLING = (
+    "the agent asked for {0} {1}, and the run has {0} {2}: the policy is trained on what it samples, as if all were "
+    "sampled by the run's parameters (rollout.*). Leave {0} as it is (docs/agents.md)"
+)
 _NOT_OF_THIS_EPISODE = f"the agent called generate on the llm_engine of an episode that has ended{_REWRITE}"
 
 
@@ -182,8 +197,10 @@ class _EngineProxy:
         self._idle_since = time.monotonic()
         self._error: Exception | None = None
         self._prompt: list[int] = []
-        self._logprobs: list[float] | None = None
-        self._truncated = False
+        self._logprobs: list[float] = []
+        self.run_params: Any = None
+        self.truncated = False
+        self.done: dict[str, bool] = {}  # as the environment's last step told it
         self.generated: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -195,11 +212,22 @@ class _EngineProxy:
         return 0.0 if self._waiting else time.monotonic() - self._idle_since
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        """Raises RewardImportError: asked in a way in which nobody knows for which episode."""
+        """Raises RewardImportError: asked in a way in which nobody knows for which episode, or for tokens of another
+        distribution than the one that is trained."""
         if asyncio.get_running_loop() is not self._loop:
             misuse = RewardImportError(_NOT_FROM_ITS_LOOP)
             self._loop.call_soon_threadsafe(self._break, misuse)
             raise misuse
+        for name in _DISTRIBUTION:
+            asked, wanted = (getattr(params, name, None) for params in (sampling_params, self.run_params))
+            neutral = asked is None or (not asked and name not in _DISTRIBUTION[:2])
+            if not neutral and asked not in (wanted, _NEUTRAL.get(name)):
+                misuse = RewardImportError(_OTHER_SAMPLING.format(name, asked, wanted))
+                self._break(misuse)
+                raise misuse
+        if sampling_params.logprobs is None:
+            sampling_params = copy.copy(sampling_params)
+            sampling_params.logprobs = 1
         if self._closed:
             raise RewardImportError(_NOT_OF_THIS_EPISODE)
         self._waiting += 1
@@ -215,10 +243,9 @@ class _EngineProxy:
             self._idle_since = time.monotonic()
         completion = output.outputs[0]
         self._prompt, self.generated = list(prompt_token_ids), list(completion.token_ids)
-        self._truncated = completion.finish_reason == "length"
-        if completion.logprobs is not None:
-            pairs = zip(self.generated, completion.logprobs, strict=True)
-            self._logprobs = [logprobs[token].logprob for token, logprobs in pairs]
+        self.truncated = completion.finish_reason == "length"
+        pairs = zip(self.generated, completion.logprobs, strict=True)
+        self._logprobs = [logprobs[token].logprob for token, logprobs in pairs]
         return output
 
     def _break(self, error: Exception) -> None:
@@ -240,8 +267,7 @@ class _EngineProxy:
         tokens = self._prompt + self.generated
         return {
             "observation_tokens": tokens, "action_ranges": [(len(self._prompt), len(tokens))],
-            "truncated": self._truncated,
-            "rollout_log_probs": None if self._logprobs is None else [0.0] * len(self._prompt) + self._logprobs,
+            "rollout_log_probs": [0.0] * len(self._prompt) + self._logprobs,
         }  # fmt: skip
 
 
@@ -262,7 +288,7 @@ def load_agent(path: Path) -> AgentExecutorBase:
     not only the tensor that OpenRLHF asks for (openrlhf/utils/agent.py:131)."""
     if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"--train.agent_func_path must be an existing Python file, got {path}")
-    module = import_file("agent_module", path)
+    module = import_importable(path, "agent_module")
     executor_class, run_agent = getattr(module, "AgentExecutor", None), getattr(module, "run_agent", None)
     if executor_class is None and run_agent is not None:
         _check_run_agent(run_agent, path)
@@ -349,9 +375,14 @@ def _checked_environment(instance_class: Any, path: Path) -> Any:
 
         async def step(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             try:
-                return _checked_step(await _awaitable(super().step(state_dict, **kwargs)))
+                answer = _checked_step(await _awaitable(super().step(state_dict, **kwargs)))
             except InvalidAnswer as error:
                 raise InvalidAnswer(f"{path}: {name}.step {error}") from None
+            for params in (state_dict.get("sampling_params"), answer.get("sampling_params")):
+                if params is not None and params.logprobs is None:  # OpenRLHF's executor would keep none of the turn
+                    params.logprobs = 1
+            _EPISODE.get().done["done"] = bool(answer["done"])
+            return answer
 
     Checked.__name__ = Checked.__qualname__ = name
     return Checked
@@ -393,13 +424,17 @@ def _reward_of(response: dict[str, Any]) -> RewardResult:
         raise _Failure(RewardInvalid, f"the agent {error}") from None
 
 
-def try_agent(agent: AgentExecutorBase, model: str, prompt: str, label: Any, completion: str, timeout_s: float) -> str:
-    """What came out of one episode with a made engine, which says ``completion`` at every turn. Raises RewardError."""
+def try_agent(
+    agent: AgentExecutorBase, model: str, prompt: str, label: Any, completion: str, timeout_s: float,
+    temperature: float, top_p: float,
+) -> str:  # fmt: skip
+    """What came out of one episode with a made engine, which says ``completion`` at every turn. Raises RewardError;
+    RewardImportError for an agent that the run would refuse."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     length = len(tokenizer(prompt, add_special_tokens=False)["input_ids"]) + _ROOM
-    request = GroupRequest(prompt, label, 1, Sampling(1.0, 1.0, _ROOM // 2, length))
+    request = GroupRequest(prompt, label, 1, Sampling(temperature, top_p, _ROOM // 2, length))
     executor = GradedAgentExecutor(agent, timeout_s, _NoFailure(0))
     response = asyncio.run(_one_episode(executor, agent, request, tokenizer, completion))
     reward, score = graded(response.reward), graded(response.score)

@@ -22,13 +22,14 @@ UNTRAINED_KEY = "untrained_tokens"
 
 _LIMITS = ("max_tokens", "max_completion_tokens")
 _SAMPLED = ("temperature", "top_p")
-_READ = {"messages", "prompt", "stop", "logprobs", "chat_template_kwargs", *_SAMPLED, *_LIMITS}
+_READ = {"messages", "prompt", "stop", "tools", "logprobs", "chat_template_kwargs", *_SAMPLED, *_LIMITS}
 _NO_MATTER = {
     "model", "user", "metadata", "store", "service_tier", "session_id", "stream_options", "parallel_tool_calls",
     "safety_identifier", "prompt_cache_key",
 }  # fmt: skip
-_ASKS_FOR_NOTHING = {
-    "n": 1, "best_of": 1, "top_logprobs": 1, "tool_choice": "none", "response_format": {"type": "text"},
+_ASKS_FOR_NOTHING: dict[str, list[Any]] = {
+    "n": [1], "best_of": [1], "top_logprobs": [1], "tool_choice": ["none", "auto"],
+    "response_format": [{"type": "text"}],
 }  # fmt: skip
 """Each unless it is null, 0, false or empty."""
 
@@ -88,6 +89,7 @@ class Episode:
     def __init__(self, tokenizer: Any, engine: Any, params: Any, max_len: int) -> None:
         self._tokenizer, self._engine, self._params, self._max_len = tokenizer, engine, params, max_len
         self._calls: list[Call] = []
+        self._tools: dict[Call, Any] = {}  # which a template writes at the beginning
         self.error: Exception | None = None
 
     async def answer(self, body: Any, *, chat: bool) -> Call:
@@ -95,14 +97,18 @@ class Episode:
         if not isinstance(body, dict):
             raise BadRequest(f"the body must be a JSON object: got {body!r:.80}")
         _check_fields(body, self._params, chat)
-        asked = _messages(body.get("messages")) if chat else _prompt(body.get("prompt"))
+        asked: Any = _messages(body.get("messages")) if chat else _prompt(body.get("prompt"))
         limit = min(_given([*map(body.get, _LIMITS), self._params.max_tokens]), default=None)
-        before, prompt_S = self._prompt_of(asked, body.get("chat_template_kwargs") or {})
+        kwargs = {"tools": body.get("tools") or None} | (body.get("chat_template_kwargs") or {})
+        if kwargs["tools"] and self._render(asked, kwargs) == self._render(asked, kwargs | {"tools": None}):
+            raise BadRequest("the model's chat template does not show tools: describe them in a message")
+        before, prompt_S = self._prompt_of(asked, kwargs)
         if before is None:  # cut from the left where it leaves no room, as the prompt of a single turn is
             room = min(limit or 1, self._max_len - 1)
             prompt_S = prompt_S[max(0, len(prompt_S) - (self._max_len - room)) :]
         limit = min(_given([limit, self._max_len - len(prompt_S)]))
         call = await self._sample(asked, before, prompt_S, limit, _texts(body.get("stop")))
+        self._tools[call] = kwargs["tools"]
         self._calls.append(call)
         return call
 
@@ -159,9 +165,9 @@ class Episode:
             known = before.asked + before.text
             return asked[len(known) :] if asked.startswith(known) else None
         at = len(before.asked)
-        if len(asked) <= at or asked[:at] != before.asked or asked[at]["role"] != "assistant":
+        if self._tools[before] != kwargs["tools"] or len(asked) <= at or asked[:at] != before.asked:
             return None
-        if asked[at]["content"].strip() != before.text.strip():
+        if asked[at]["role"] != "assistant" or asked[at]["content"].strip() != before.text.strip():
             return None
         mark = uuid4().hex  # in the place of the answer: how the template would write that does not matter
         marked = [*asked[:at], {"role": "assistant", "content": mark}, *asked[at + 1 :]]
@@ -187,14 +193,14 @@ def _given(numbers: Iterable[int | None]) -> list[int]:
 def _check_fields(body: Mapping[str, Any], params: Any, chat: bool) -> None:
     """Every field is one that is read, that does not matter, or that asks for nothing; the policy samples as it is
     trained."""
-    known = _READ | _NO_MATTER if chat else (_READ | _NO_MATTER) - {"logprobs"}
+    known = _READ | _NO_MATTER if chat else (_READ | _NO_MATTER) - {"logprobs", "tools"}
     for name, value in body.items():
         if name in _SAMPLED and value is not None and value != (wanted := getattr(params, name)):
             raise BadRequest(
                 f"{name} must be the run's, rollout.{name} (eval.{name} in an evaluation), because the policy is "
                 f"trained on what it samples: got {value!r}, it is {wanted!r}; leave it out"
             )
-        if name not in known and value and value != _ASKS_FOR_NOTHING.get(name):
+        if name not in known and value and value not in _ASKS_FOR_NOTHING.get(name, ()):
             raise BadRequest(f"{name} is not supported: got {value!r:.80}; leave it out (docs/agents.md)")
     for name in _LIMITS:
         if (limit := body.get(name)) is not None and not (type(limit) is int and limit > 0):

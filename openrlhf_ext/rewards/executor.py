@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -20,6 +19,7 @@ from openrlhf_ext.rewards.grading import (
     FAILED_KEY,
     FailurePolicy,
     Grader,
+    Group,
     InvalidAnswer,
     RewardError,
     RewardInvalid,
@@ -35,8 +35,6 @@ from openrlhf_ext.rollout.response import GroupRequest, Response
 logger = logging.getLogger(__name__)
 _BUSY_STATUSES = frozenset({408, 425, 429})
 _BODY_SHOWN = 500
-_KEYS_WAIT_S = 60.0
-_KEYS_POLL_S = 0.02
 
 
 class _Retryable(Exception):
@@ -56,9 +54,6 @@ class HttpReward:
     """
 
     def __init__(self, urls: Sequence[str], timeout_s: float = 30.0, retries: int = 4, pause_s: float = 0.5) -> None:
-        if not urls or timeout_s <= 0 or retries < 0:
-            raise ValueError(f"HttpReward: urls={redacted(urls)}, timeout_s={timeout_s}, retries={retries}: give an "
-                             "address, a positive deadline, a number of retries of at least 0")  # fmt: skip
         self._urls = cycle(urls)
         self._timeout_s = timeout_s
         self._retries = retries
@@ -69,7 +64,9 @@ class HttpReward:
     def start(self) -> None:
         """Nothing takes time before the first sample."""
 
-    async def grade(self, query: str, prompt: str, label: Any, completion: str | None = None) -> RewardResult:
+    async def grade(
+        self, query: str, prompt: str, label: Any, completion: str | None = None, *_: object
+    ) -> RewardResult:
         """As ``Grader.grade``; servers get OpenRLHF's three, not the completion. Raises RewardError."""
         sample = (prompt, query.removeprefix(prompt) if completion is None else completion, label)
         payload = {"query": [query], "prompts": [prompt], "labels": [label]}
@@ -128,68 +125,27 @@ async def _check_status(response: aiohttp.ClientResponse, url: str, sample: tupl
 
 
 class GradedExecutor:
-    """What every sample leaves with: a finite reward, and the same keys in ``extra_logs``, whose means are recorded.
-
-    A sample that cannot be graded gets ``failures.failure_value``, score 0 and ``extra_logs["reward_failed"] = 1``,
-    until the policy stops the run. All have the keys of the first graded sample: a later answer with others is a
-    ``RewardInvalid``.
-    """
+    """What every sample leaves with: a finite reward. One that cannot be graded gets ``failures.failure_value``, score
+    0 and ``extra_logs["reward_failed"] = 1``, until the policy stops the run."""
 
     def __init__(self, failures: FailurePolicy) -> None:
         self._failures = failures
-        self._under_way = 0
-        self._log_keys: frozenset[str] | None = None
 
     async def respond(self, request: GroupRequest, tokenizer: Any, engine: Any) -> list[Response]:
         """The completions of one prompt, graded. Raises RewardFailureLimit, RewardImportError."""
         raise NotImplementedError
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """A sample is being generated or graded."""
-        self._under_way += 1
-        try:
-            yield
-        finally:
-            self._under_way -= 1
-
     def take_failures(self) -> list[str]:
         return self._failures.take_messages()
 
-    async def _settle(
-        self, grading: Awaitable[RewardResult], prompt: str, completion: Callable[[], str], label: Any
-    ) -> RewardResult:
+    async def _settle(self, grading: Awaitable[RewardResult]) -> RewardResult:
         """The sample's grade, or what takes its place."""
         try:
             result = await grading
-            self._check_log_keys(result, prompt, completion, label)
         except RewardError as error:
             self._failures.tolerate(error)
-            keys = await self._known_log_keys()
-            return RewardResult(self._failures.failure_value, 0.0, {**dict.fromkeys(keys, 0.0), FAILED_KEY: 1.0})
+            return RewardResult(self._failures.failure_value, 0.0, {FAILED_KEY: 1.0})
         return RewardResult(result.reward, result.score, {**result.extra_logs, FAILED_KEY: 0.0}, result.seconds)
-
-    def _check_log_keys(self, result: RewardResult, prompt: str, completion: Callable[[], str], label: Any) -> None:
-        keys = frozenset(result.extra_logs)
-        if self._log_keys is None:
-            self._log_keys = keys
-        if keys != self._log_keys:
-            raise RewardInvalid(
-                "the reward came with extra_logs of other keys than before: every sample needs the same ones. "
-                f"Missing: {sorted(self._log_keys - keys)}; new: {sorted(keys - self._log_keys)}",
-                prompt, completion(), label,
-            )  # fmt: skip
-
-    async def _known_log_keys(self) -> frozenset[str]:
-        """The keys of ``extra_logs``; waits for the first graded sample while one may still come."""
-        deadline = time.monotonic() + _KEYS_WAIT_S
-        self._under_way -= 1  # this one will not bring them, nor will others that wait here
-        try:
-            while self._log_keys is None and self._under_way and time.monotonic() < deadline:
-                await asyncio.sleep(_KEYS_POLL_S)
-        finally:
-            self._under_way += 1
-        return self._log_keys or frozenset()
 
 
 class GradedSingleTurnExecutor(GradedExecutor):
@@ -213,15 +169,21 @@ class GradedSingleTurnExecutor(GradedExecutor):
         params = [
             engine.sampling_params(sampling, seed=request.seed_of(sample), **asked) for sample in range(request.samples)
         ]
-        return await asyncio.gather(*(self._respond(request, ids, each, tokenizer, engine) for each in params))
+        group = Group(request.samples)
+        graded = [partial(self._grade, request, group, sample, tokenizer) for sample in range(request.samples)]
+        responses = [*map(asyncio.ensure_future, map(partial(self._respond, ids, engine), params, graded))]
+        try:
+            return await asyncio.gather(*responses)
+        finally:
+            for response in responses:  # where one has failed, others may wait for it
+                response.cancel()
 
     async def _respond(
-        self, request: GroupRequest, ids: list[int], params: Any, tokenizer: Any, engine: Any
+        self, ids: list[int], engine: Any, params: Any, grade_of: Callable[..., Awaitable[RewardResult | None]]
     ) -> Response:
-        with self._counted():
-            completion = (await engine.generate(ids, params)).outputs[0]
-            tokens = [*ids, *completion.token_ids]
-            grade = await self._grade(request, tokens, completion, tokenizer)
+        completion = (await engine.generate(ids, params)).outputs[0]
+        tokens = [*ids, *completion.token_ids]
+        grade = await grade_of(tokens, completion)
         start = len(ids)
         made = Response(
             tokens_S=np.array(tokens, dtype=np.int32),
@@ -239,14 +201,13 @@ class GradedSingleTurnExecutor(GradedExecutor):
         return made if grade is None else made.signed()
 
     async def _grade(
-        self, request: GroupRequest, tokens: list[int], completion: Any, tokenizer: Any
+        self, request: GroupRequest, group: Group, sample: int, tokenizer: Any, tokens: list[int], completion: Any
     ) -> RewardResult | None:
         if self._grader is None:
             return None
         query = tokenizer.decode(tokens, skip_special_tokens=False)
         text = tokenizer.decode(_without_end(completion), skip_special_tokens=False)
-        grading = self._grader.grade(query, request.prompt, request.label, text)
-        return await self._settle(grading, request.prompt, lambda: text, request.label)
+        return await self._settle(self._grader.grade(query, request.prompt, request.label, text, group, sample))
 
     async def aclose(self) -> None:
         if self._grader is not None:

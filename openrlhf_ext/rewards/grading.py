@@ -60,15 +60,29 @@ class RewardResult:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Group:
+    """The completions of one prompt, for functions that want all of them at once, and in a trial for others: how many
+    there will be, and what the grader keeps of those that have come, by their place."""
+
+    size: int
+    is_trial: bool = False
+    come: dict[int, Any] = field(default_factory=dict)
+
+
 class Grader(Protocol):
     """Grades one sample at a time, any number of them concurrently."""
 
     def start(self) -> None:
         """Begin whatever takes time before the first sample; returns at once."""
 
-    async def grade(self, query: str, prompt: str, label: Any, completion: str | None = None) -> RewardResult:
+    async def grade(
+        self, query: str, prompt: str, label: Any, completion: str | None = None,
+        group: Group | None = None, place: int = 0,
+    ) -> RewardResult:  # fmt: skip
         """Grade one sample; RewardError if that cannot be. ``query``: prompt and completion as one text, special tokens
-        kept; ``completion``: without the token that ended it; None: what follows the prompt in the query."""
+        kept; ``completion``: without the token that ended it; None: what follows the prompt in the query. ``group`` and
+        ``place``: of which it is one; the grade may come when all of them have come."""
 
     async def aclose(self) -> None:
         """Release processes and connections."""
@@ -214,8 +228,6 @@ class FailurePolicy:
     ``max_failures`` (None tolerates any number). The reward of a failed sample is ``failure_value``, its score 0."""
 
     def __init__(self, max_failures: int | None, failure_value: float = 0.0) -> None:
-        if max_failures is not None and max_failures < 0:
-            raise ValueError(f"--reward.max_failures must be at least 0, got {max_failures}")
         self._max_failures = max_failures
         self.failure_value = failure_value
         self.count = 0

@@ -24,7 +24,9 @@ from typing import IO, Any
 
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections import Reward
+from openrlhf_ext.rewards.foreign import TRIED
 from openrlhf_ext.rewards.grading import (
+    Group,
     RewardError,
     RewardImportError,
     RewardInvalid,
@@ -83,13 +85,19 @@ class _Running:
 
 class WorkerProcess:
     """A subprocess that grades one sample at a time. Owned by one thread; :meth:`stop` may be called from any. The
-    owning thread must live as long as the process: Linux ends the process with the thread that started it."""
+    owning thread must live as long as the process: Linux ends the process with the thread that started it.
+
+    Attributes:
+        takes_groups: the function wants all completions of a prompt at once.
+        to_try: made completions that it may be asked for before it has answered.
+    """
 
     def __init__(self, reward_path: str, start_timeout_s: float, memory_mib: int, environment: tuple[str, ...]) -> None:
         self._reward_path = reward_path
         self._start_timeout_s = start_timeout_s
         self._memory_mib = memory_mib
         self._environment = environment
+        self.takes_groups, self.to_try = False, 0
         self._lock = threading.Lock()
         self._kill_lock = threading.Lock()
         self._stopped = False
@@ -117,15 +125,16 @@ class WorkerProcess:
         if reply[0] == "import_error":
             self.kill()
             raise RewardImportError(f"the reward file {self._reward_path} cannot be used:\n{reply[1]}")
-        if reply[1] is not None:
-            _say(f"{self._reward_path}: {reply[1]}")
+        self.takes_groups = reply[1]
+        self.to_try = TRIED * self.takes_groups
 
-    def ask(self, query: str, prompt: str, label: Any, completion: str, timeout_s: float) -> tuple[str, Any]:
-        """The worker's reply to one sample. Raises WorkerHung: the process still runs, kill it; WorkerDied."""
+    def ask(self, samples: list[tuple[str, str, Any, str]], timeout_s: float) -> tuple[Any, ...]:
+        """The worker's reply to one sample, or to those of one prompt (``takes_groups``). Raises WorkerHung: the
+        process still runs, kill it; WorkerDied."""
         if (running := self._running) is None:
             raise RuntimeError("start() comes before ask()")
         try:
-            running.connection.send((query, prompt, label, completion))
+            running.connection.send(samples)
         except OSError:
             raise WorkerDied(self._how_it_died(running)) from None
         return self._receive(running, timeout_s)
@@ -166,12 +175,12 @@ class WorkerProcess:
                     stdin=subprocess.DEVNULL,
                     pass_fds=fds,
                     start_new_session=True,  # Ctrl-C reaches the driver only; killpg reaches all of the worker
-                    env={"OMP_NUM_THREADS": "1", **_variables(self._environment)},
+                    env={"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **_variables(self._environment)},
                 )  # fmt: skip
             self._running = _Running(process, ours, stack_file)
             return self._running
 
-    def _receive(self, running: _Running, timeout_s: float) -> tuple[str, Any]:
+    def _receive(self, running: _Running, timeout_s: float) -> tuple[Any, ...]:
         connection, deadline = running.connection, time.monotonic() + timeout_s
         try:
             while not connection.poll(max(0.0, min(_LIVENESS_POLL_S, deadline - time.monotonic()))):
@@ -224,17 +233,23 @@ class _Job:
     prompt: str
     label: Any
     completion: str
+    group: Group | None
+    place: int
     queued_at: float = field(default_factory=time.monotonic)
     future: Future[RewardResult] = field(default_factory=Future)
 
-    def error(self, kind: type[RewardError], message: str) -> RewardError:
-        return kind(message, self.prompt, self.completion, self.label)
+    def fail(self, error: BaseException) -> None:
+        """By an error of the pool, or of the sample, which it then tells."""
+        if isinstance(error, RewardError):
+            error = type(error)(error.message, self.prompt, self.completion, self.label)
+        self.future.set_exception(error)
 
 
 class RewardPool:
     """Grades samples with ``reward_func(queries, prompts, labels)`` of a Python file, in killable processes.
 
-    The function is called as OpenRLHF calls it, with lists of length one, and with ``completions`` if it takes them.
+    The function is called as OpenRLHF calls it, with lists of length one, and with ``completions`` if it takes them;
+    one of TRL's with all completions of a prompt, whose deadline is that of one times their number.
     A worker that passes the deadline or dies is replaced; a sample that waits for one longer than
     ``queue_timeout_s`` fails. Usable from any thread and any event loop; a context manager.
     """
@@ -253,6 +268,11 @@ class RewardPool:
         self._lock = threading.Lock()
         self._closed = False
 
+    @property
+    def takes_groups(self) -> bool:
+        """Once it is checked: the function gets all completions of a prompt."""
+        return self._workers[0].takes_groups
+
     def start(self) -> None:
         """Begin to start the workers, which the first sample waits for. Idempotent. Raises RewardImportError,
         RewardPoolClosed."""
@@ -265,17 +285,21 @@ class RewardPool:
         for started in self._started:
             started.result()
 
-    def submit(self, query: str, prompt: str, label: Any, completion: str | None = None) -> Future[RewardResult]:
+    def submit(
+        self, query: str, prompt: str, label: Any, completion: str | None = None,
+        group: Group | None = None, place: int = 0,
+    ) -> Future[RewardResult]:  # fmt: skip
         """Queue one sample; arguments as of ``Grader.grade``. The future raises what :meth:`grade` raises."""
-        job = _Job(query, prompt, label, query.removeprefix(prompt) if completion is None else completion)
+        completion = query.removeprefix(prompt) if completion is None else completion
+        job = _Job(query, prompt, label, completion, group, place)
         with self._lock:  # a sample is either refused here or queued before the threads' end mark
             self._start_locked()
             self._jobs.put(job)
         return job.future
 
-    async def grade(self, query: str, prompt: str, label: Any, completion: str | None = None) -> RewardResult:
+    async def grade(self, *sample: Any) -> RewardResult:
         """As ``Grader.grade``. Raises RewardError, RewardImportError, RewardPoolClosed."""
-        return await asyncio.wrap_future(self.submit(query, prompt, label, completion))
+        return await asyncio.wrap_future(self.submit(*sample))
 
     def close(self) -> None:
         """Kill the workers; samples that wait or run fail with ``RewardPoolClosed``. Idempotent."""
@@ -323,36 +347,55 @@ class RewardPool:
             if broken is None and worker.pid is None:  # it died between two samples, which is no sample's fault
                 broken = _start(worker)
             if broken is not None:
-                job.future.set_exception(broken)
+                job.fail(broken)
+                continue
+            if not (jobs := self._together(worker, job)):
                 continue
             try:
-                job.future.set_result(self._grade(worker, job))
-            except BaseException as error:  # noqa: B036  it belongs to whoever awaits the sample
-                job.future.set_exception(error)
+                self._grade(worker, jobs)
+            except BaseException as error:  # noqa: B036  it belongs to whoever awaits the samples
+                for one in jobs:
+                    one.fail(error)
             if worker.pid is None:  # replace it now rather than at the cost of the next sample
                 broken = _start(worker)
         worker.stop()
 
-    def _grade(self, worker: WorkerProcess, job: _Job) -> RewardResult:
-        waited_s = time.monotonic() - job.queued_at
+    def _together(self, worker: WorkerProcess, job: _Job) -> list[_Job]:
+        """The samples that one call grades: of a function that wants a whole group none, until the last has come."""
+        if job.group is None or not (worker.takes_groups or job.group.is_trial):
+            return [job]
+        with self._lock:
+            come = job.group.come
+            come[job.place] = job
+            return [come[place] for place in sorted(come)] if len(come) == job.group.size else []
+
+    def _grade(self, worker: WorkerProcess, jobs: list[_Job]) -> None:
+        waited_s = time.monotonic() - max(job.queued_at for job in jobs)
         if waited_s > self._queue_timeout_s:
-            raise job.error(
-                RewardTimeout,
+            raise RewardTimeout(
                 f"the sample waited {waited_s:.1f} s for a grading worker, more than {self._queue_timeout_s:g} s: the "
                 "reward function is slower than the rollout. Raise --reward.num_workers or make it faster",
             )
+        samples = [(job.query, job.prompt, job.label, job.completion) for job in jobs]
         try:
-            kind, content = worker.ask(job.query, job.prompt, job.label, job.completion, self._timeout_s)
+            kind, content, *said = worker.ask(samples, self._timeout_s * (len(jobs) + worker.to_try))
         except WorkerHung as hung:
             worker.kill()
-            raise job.error(RewardTimeout, self._closed_or(self._timeout_message(hung))) from None
+            raise RewardTimeout(self._closed_or(self._timeout_message(hung))) from None
         except WorkerDied as died:
-            raise job.error(RewardWorkerDied, self._closed_or(f"{self._reward_path}: {died}")) from None
+            raise RewardWorkerDied(self._closed_or(f"{self._reward_path}: {died}")) from None
         if kind == "raised":
-            raise job.error(RewardRaised, f"reward_func of {self._reward_path} raised:\n{content}")
+            raise RewardRaised(f"reward_func of {self._reward_path} raised:\n{content}")
         if kind == "invalid":
-            raise job.error(RewardInvalid, f"reward_func of {self._reward_path} {content}")
-        return content
+            raise RewardInvalid(f"reward_func of {self._reward_path} {content}")
+        worker.to_try = 0
+        if said[0] is not None:
+            _say(f"{self._reward_path}: {said[0]}")
+        for job, grade in zip(jobs, content, strict=True):
+            if isinstance(grade, str):
+                job.fail(RewardInvalid(f"reward_func of {self._reward_path} {grade}"))
+            else:
+                job.future.set_result(grade)
 
     def _timeout_message(self, hung: WorkerHung) -> str:
         return (

@@ -1,8 +1,10 @@
 """The process that imports and calls the user's reward function. It imports the user's file and nothing heavy.
 
-Protocol, pickled over one connection: the worker sends ``("ready", said)`` or ``("import_error", text)``; ``said`` is
-how a function of verl or TRL is called, None of one in OpenRLHF's form. Then for each ``(query, prompt, label,
-completion)`` it answers ``("graded", RewardResult)``, ``("raised", traceback)`` or ``("invalid", text)``.
+Protocol, pickled over one connection: the worker sends ``("ready", takes_groups)`` or ``("import_error", text)``;
+``takes_groups``: the function wants all completions of a prompt at once. Then for each list of ``(query, prompt, label,
+completion)`` it answers ``("graded", results, said)``, of each sample a RewardResult, or a text that says what is wrong
+with its answer, and how a function of verl or TRL is called, None of one in OpenRLHF's form; or ``("raised",
+traceback)`` or ``("invalid", text)``.
 """
 
 from __future__ import annotations
@@ -23,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.rewards.foreign import ForeignReward, is_foreign
-from openrlhf_ext.rewards.grading import InvalidAnswer, parse_answer, settled
-from openrlhf_ext.user_code import import_file, told
+from openrlhf_ext.rewards.grading import InvalidAnswer, RewardResult, parse_answer, settled
+from openrlhf_ext.user_code import import_importable, told
 
 RewardFunction = Callable[..., Any]
 STACK_SIGNAL = signal.SIGUSR1  # the parent asks for the Python stack before it kills a worker that hangs
-_MODULE_NAME = "reward_func"  # as OpenRLHF names the module of the user's file
 _PR_SET_PDEATHSIG = 1
 _PARENT_POLL_S = 1.0
 _POSITIONAL = ("queries", "prompts", "labels")
@@ -44,14 +45,16 @@ def main(connection_fd: int, stack_fd: int, parent_pid: int, memory_mib: int, re
     faulthandler.register(STACK_SIGNAL, file=stack_fd)
     connection = Connection(connection_fd)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the pool is gone: so are we
+        folders = (os.environ.get("PYTHONPATH"), str(Path(reward_path).parent))  # for programs that its code starts
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         try:
             function = load_reward_function(reward_path)
         except BaseException:  # noqa: B036  user code may raise SystemExit; the pool must hear of it
             connection.send(("import_error", _user_traceback()))
             return
-        connection.send(("ready", getattr(function, "said", None)))
+        connection.send(("ready", getattr(function, "takes_groups", False)))
         while True:
-            connection.send(_grade(function, *connection.recv()))
+            connection.send(_grade(function, connection.recv()))
 
 
 def load_reward_function(reward_path: str) -> RewardFunction:
@@ -59,14 +62,13 @@ def load_reward_function(reward_path: str) -> RewardFunction:
     the model wrote, without the token that ended it. Or verl's or TRL's: so called, ``compute_score``, the only one of
     the file, or a list ``reward_funcs``. Raises AttributeError: there is none; TypeError: it cannot be called; whatever
     the file raises."""
-    sys.path.append(str(Path(reward_path).resolve().parent))  # last, so that a helper file cannot shadow a library
-    module = import_file(_MODULE_NAME, reward_path)
+    module = import_importable(reward_path, "reward_func")
     function = getattr(module, "reward_func", None)
     if callable(function):
         if (wrong := _wrong_signature(function)) is None:
             return function
         if is_foreign(function):
-            return ForeignReward([function])
+            return ForeignReward([function], module)
         code = getattr(function, "__code__", None)
         place = f"{reward_path}, line {code.co_firstlineno}" if code is not None else reward_path
         raise TypeError(
@@ -74,11 +76,11 @@ def load_reward_function(reward_path: str) -> RewardFunction:
             f"labels, **kwargs): {wrong}. Each is a list of one; it returns {{'rewards': number, 'scores': number}}"
         )
     if hasattr(module, "reward_funcs"):
-        return ForeignReward(module.reward_funcs, getattr(module, "reward_weights", None))
+        return ForeignReward(module.reward_funcs, module, getattr(module, "reward_weights", None))
     public = {name: one for name, one in vars(module).items() if callable(one) and not name.startswith("_")}
-    foreign = [name for name, one in public.items() if one.__module__ == _MODULE_NAME and is_foreign(one)]
+    foreign = [name for name, one in public.items() if one.__module__ == module.__name__ and is_foreign(one)]
     if len(foreign) == 1 or "compute_score" in foreign:
-        return ForeignReward([public["compute_score" if "compute_score" in foreign else foreign[0]]])
+        return ForeignReward([public["compute_score" if "compute_score" in foreign else foreign[0]]], module)
     choose = f"; say reward_func = one of {', '.join(foreign)}, or list them in reward_funcs" if foreign else ""
     raise AttributeError(f"{reward_path} defines no function reward_func; it defines {sorted(public)}{choose}")
 
@@ -101,8 +103,19 @@ def _wrong_signature(function: RewardFunction) -> str | None:
 
 def call_reward(function: RewardFunction, query: str, prompt: str, label: Any, completion: str) -> Any:
     """A reward function's answer to one sample, told the completion if it takes that; raises what it raises."""
-    more = {"completions": [completion]} if _takes_completions(function) else {}
-    return settled(function([query], [prompt], [label], **more))
+    return _answers(function, [(query, prompt, label, completion)])[0]
+
+
+def _answers(function: RewardFunction, samples: list[tuple[str, str, Any, str]]) -> list[Any]:
+    """To each sample. Several are TRL's group; or the trial's, which asks whether answers depend on each other."""
+    *given, completions = map(list, zip(*samples, strict=True))
+    more = {"completions": completions} if _takes_completions(function) else {}
+    answer = settled(function(*given, **more))
+    if isinstance(function, ForeignReward):
+        return answer
+    if len(samples) == 1:
+        return [answer]
+    return [{"rewards": one} for one, _ in zip(answer["rewards"], samples, strict=True)]
 
 
 def _takes_completions(function: RewardFunction) -> bool:
@@ -113,18 +126,23 @@ def _takes_completions(function: RewardFunction) -> bool:
     return "completions" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _grade(function: RewardFunction, query: str, prompt: str, label: Any, completion: str) -> tuple[str, Any]:
+def _grade(function: RewardFunction, samples: list[tuple[str, str, Any, str]]) -> tuple[Any, ...]:
     started = time.perf_counter()
     try:
-        answer = call_reward(function, query, prompt, label, completion)
+        answers = _answers(function, samples)
     except InvalidAnswer as error:
         return "invalid", str(error)
     except BaseException:  # noqa: B036  SystemExit in user code is a failure of this sample, not the worker's end
         return "raised", _user_traceback()
+    seconds = (time.perf_counter() - started) / len(samples)
+    return "graded", [_parsed(answer, seconds) for answer in answers], getattr(function, "said", None)
+
+
+def _parsed(answer: Any, seconds: float) -> RewardResult | str:
     try:
-        return "graded", parse_answer(answer, time.perf_counter() - started)
+        return parse_answer(answer, seconds)
     except InvalidAnswer as error:
-        return "invalid", str(error)
+        return str(error)
 
 
 def _user_traceback() -> str:

@@ -219,7 +219,12 @@ class Response:
 
     @classmethod
     def of_agent(cls, answer: Mapping[str, Any], max_len: int) -> Response:
-        """From a response in the form of OpenRLHF's executors, cut after ``max_len`` tokens."""
+        """From a response in the form of OpenRLHF's executors, cut after ``max_len`` tokens. It is truncated, too,
+        where the policy's words are cut, or others fill ``max_len``, unless these are the last of an episode that is
+        ``done``: OpenRLHF's executor ends without a flag where no token is left."""
+        last, length = max(stop for _, stop in answer["action_ranges"]), len(answer["observation_tokens"])
+        done = answer.get("done", last == length)  # known of an environment only
+        is_full = last > max_len or (length >= max_len and not done)
         tokens_S = np.asarray(answer["observation_tokens"][:max_len], dtype=np.int32)
         actions = tuple(_cut(answer["action_ranges"], len(tokens_S)))
         logprobs = answer["rollout_log_probs"]
@@ -231,7 +236,8 @@ class Response:
         experts_RLK = answer.get(ROUTING_KEY)
         return cls(
             tokens_S, logprobs, actions, tuple(versions), float(answer["reward"]), float(answer["scores"]),
-            bool(answer.get("truncated", False)), {name: float(value) for name, value in answer["extra_logs"].items()},
+            bool(answer.get("truncated", False)) or is_full,
+            {name: float(value) for name, value in answer["extra_logs"].items()},
             experts_RLK=None if experts_RLK is None else experts_RLK[: len(tokens_S) - 1],
         ).signed()  # fmt: skip
 

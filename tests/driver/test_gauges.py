@@ -149,7 +149,8 @@ def test_ages_are_those_of_the_policys_tokens():
 
 
 def test_reward_logs_are_means_and_failures_a_count():
-    samples = [SimpleNamespace(score=1.0 - f / 4, extra_logs={"steps": 3.0, FAILED_KEY: f}) for f in (0.0, 1.0)]
+    logs = [{"steps": 3.0, FAILED_KEY: 0.0}, {FAILED_KEY: 1.0}]  # the mean is of those that have the key
+    samples = [SimpleNamespace(score=1.0 - log[FAILED_KEY] / 4, extra_logs=log) for log in logs]
     assert reward_metrics(samples) == {
         "reward_log/steps": 3.0, "reward/failures": 1.0, "accuracy/mean": 0.5, "score/mean": 0.875,
     }  # fmt: skip

@@ -405,6 +405,40 @@ def test_files_of_the_users_own_are_tried_on_something_tiny(task, tmp_path, monk
     assert "must return a dict with the key 'rewards'" in grader
 
 
+SHORTEST = "[1.0 if len(one) == min(map(len, {0})) else 0.0 for one in {0}]"
+OWN = "def reward_func(queries, prompts, labels):\n    return {'rewards': " + SHORTEST.format("queries") + "}\n"
+
+
+def test_a_function_that_compares_completions_gets_the_group_or_is_refused(task, tmp_path):
+    reward = tmp_path / "shortest.py"
+    reward.write_text(f"def shortest(completions, **kwargs):\n    return {SHORTEST.format('completions')}\n")
+    several, one = (
+        [
+            "--reward.remote_url",
+            str(reward),
+            "--rollout.n_samples_per_prompt",
+            n,
+            "--train.batch_size",
+            "8",
+            "--algo.advantage.estimator",
+            "reinforce",
+        ]
+        for n in "21"
+    )
+    (line,) = map(str, try_user_code(load(task, *several)))
+    assert line.endswith("reward 1, score 1; it compares the completions of a prompt")
+    with pytest.raises(ConfigError, match="it compares them.*here 1. completions of a prompt, of which there must"):
+        try_user_code(load(task, *one))
+    reward.write_text(OWN)
+    with pytest.raises(ConfigError, match="in other forms it gets one at a time"):
+        try_user_code(load(task, *several))
+    random = OWN.replace("1.0 if", "__import__('random').random() if")
+    for harmless in (OWN.replace("min(map(len, queries))", "10"), random):
+        reward.write_text(harmless)  # one that grades each for itself, and one that says nothing twice
+        (line,) = map(str, try_user_code(load(task, *several)))
+        assert "it compares" not in line
+
+
 @pytest.mark.parametrize("dry", [[], ["--dry_run"]])
 def test_a_file_that_cannot_be_imported_is_in_the_report_of_all_mistakes(task, tmp_path, dry):
     agent = tmp_path / "agent.py"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from openrlhf_ext.compat import AgentExecutorBase
-from openrlhf_ext.rewards.agent import GradedAgentExecutor, load_agent, make_agent_executor
-from openrlhf_ext.rewards.grading import FailurePolicy, RewardFailureLimit
+from openrlhf_ext.rewards.agent import GradedAgentExecutor, load_agent, make_agent_executor, try_agent
+from openrlhf_ext.rewards.grading import FailurePolicy, RewardFailureLimit, RewardImportError
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
 from tests.patience import PATIENCE_S
 from tests.rewards.test_executor import CharTokenizer, FakeEngine, byte_tokenizer, request
@@ -99,7 +99,7 @@ def test_what_exceeds_the_longest_sequence_is_cut() -> None:
 def test_a_response_without_a_finite_reward_gets_the_value_of_a_failure(label: str) -> None:
     executor, (_, response) = run("good", label)
     assert (response.reward, response.score) == (-1.0, 0.0)
-    assert response.extra_logs == {"turns": 0.0, "reward_failed": 1.0}
+    assert response.extra_logs == {"reward_failed": 1.0}
     assert response.actions == ((2, 4), (5, 8)), "the response itself is whole"
     (message,) = executor.take_failures()
     assert "RewardInvalid: the agent returned rewards" in message and "prompt: '2+'" in message, message
@@ -312,3 +312,88 @@ def test_an_agent_that_cannot_be_called_is_refused_with_its_line(tmp_path: Path)
     path.write_text(DECORATED_AGENT.replace("*_, **__", "prompt, label"))
     with pytest.raises(ValueError, match=r"agent.py, line 7: AgentExecutor.execute must be async and take prompt"):
         load_agent(path)
+
+
+ENVIRONMENT = """
+from types import SimpleNamespace
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+class Environment(AgentInstanceBase):
+    def __init__(self): self.turn = 0
+    async def step(self, states):
+        self.turn += 1
+        params = states["sampling_params"]
+        {change}
+        done = self.turn == {turns}
+        return {{"rewards": 1.0, "environment_feedback": {words}, "done": done, "sampling_params": params}}
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self): super().__init__(Environment)
+"""
+
+
+def with_room(path: Path, max_len: int, *texts: str) -> Any:
+    """The response of an agent with so many tokens; the prompt is one, and each text one token more than letters."""
+    tokenizer = byte_tokenizer("<end>")
+    executor = GradedAgentExecutor(load_agent(path), PATIENCE_S, FailurePolicy(0))
+    asked = GroupRequest("?", "", 1, Sampling(1.0, 1.0, None, max_len))
+    return asyncio.run(executor.respond(asked, tokenizer, Said(list(texts), tokenizer=tokenizer)))[0]
+
+
+@pytest.mark.parametrize(("words", "turns", "max_len", "truncated"), [
+    ("'=='", 2, 9, False), ("'=='", 2, 10, False),  # the end of the last words is cut: the episode was done
+    ("'=='", 9, 9, True), ("'=='", 9, 8, True), ("''", 9, 7, True), ("''", 2, 7, False),
+    ("'=='", 2, 7, True),  # the policy's own words are
+])  # fmt: skip
+def test_an_episode_that_did_not_end_by_itself_is_truncated(tmp_path, words, turns, max_len, truncated) -> None:
+    """? ab<end> == cd<end> ==: OpenRLHF's executor has no flag where no token is left for a turn."""
+    path = tmp_path / "agent.py"
+    path.write_text(ENVIRONMENT.format(change="", words=words, turns=turns))
+    response = with_room(path, max_len, "ab", "cd", "ef", "gh")
+    assert (response.truncated, len(response.tokens_S) <= max_len) == (truncated, True)
+
+
+def test_an_executor_of_ones_own_that_does_not_say_so_is_truncated_where_its_last_turn_is() -> None:
+    class Silent(TwoTurns):
+        async def execute(self, *arguments: Any, **named: Any) -> Any:
+            answer = await super().execute(*arguments, **named)
+            return {key: value for key, value in answer.items() if key != "truncated"}
+
+    for last, truncated in (("cd$", False), ("cd", True)):
+        executor = GradedAgentExecutor(Silent(), PATIENCE_S, FailurePolicy(0))
+        engine = FakeEngine(["ab", last])
+        (response,) = asyncio.run(executor.respond(request(prompt="2+", label="good"), CharTokenizer(), engine))
+        assert response.truncated is truncated
+
+
+@pytest.mark.parametrize("change", [
+    "params.temperature = 0.3", "params.top_p = 0.9", "params.top_k = 20", "params.min_p = 0.1",
+    "params.presence_penalty = 0.5", "params.frequency_penalty = -0.5", "params.repetition_penalty = 1.2",
+    "params.min_tokens = 4", "params.bad_words = ['x']", "params.logit_bias = {5: 1.0}",
+    "params.allowed_token_ids = [5]", "params.structured_outputs = SimpleNamespace(json='{}')",
+    "params = SimpleNamespace(temperature=0, stop=None, logprobs=None, max_tokens=4)",
+])  # fmt: skip
+def test_an_environment_that_samples_from_another_distribution_is_refused_by_name(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "agent.py"
+    path.write_text(ENVIRONMENT.format(change=change, words="''", turns=3))
+    name = re.findall(r"(\w+) ?=", change)[change.startswith("params =")]
+    with pytest.raises(RewardImportError, match=f"asked for {name} .*, and the run has {name} "):
+        with_room(path, 99, "a", "b", "c")
+
+
+def test_neutral_parameters_pass_and_log_probs_are_always_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "agent.py"
+    neutral = "temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, presence_penalty=0.0, repetition_penalty=1.0"
+    others = "min_tokens=0, bad_words=[], logit_bias=None, stop=['x'], logprobs=None, max_tokens=9"
+    change = f"params = SimpleNamespace({neutral}, {others})"
+    path.write_text(ENVIRONMENT.format(change=change, words="'='", turns=3))
+    response = with_room(path, 99, "a", "b", "c")
+    assert len(response.actions) == 3 and response.logprobs_T.tolist() == [-0.25] * response.sampled
+
+
+def test_the_trial_of_an_agent_refuses_what_the_run_would(tmp_path: Path) -> None:
+    path, policy = tmp_path / "agent.py", tmp_path / "policy"
+    byte_tokenizer("<end>").save_pretrained(policy)
+    path.write_text(ENVIRONMENT.format(change="params.temperature = 0.3", words="' Again: '", turns=3))
+    trial = [str(policy), "?", "", "0", PATIENCE_S]
+    with pytest.raises(RewardImportError, match="asked for temperature 0.3, and the run has temperature 1.0"):
+        try_agent(load_agent(path), *trial, 1.0, 1.0)
+    assert "turns 3" in try_agent(load_agent(path), *trial, 0.3, 1.0), "the run's own"

@@ -123,6 +123,39 @@ def test_a_template_that_rewrites_the_history_changes_no_sampled_token(tmp_path:
         assert between == f"\n<|im_start|>user\n391{END}\n{ASSISTANT}" and episode.response.extra_logs["turns"] == 2
 
 
+WITH_TOOLS = """
+import json
+from openai import OpenAI
+def run_agent(prompt, label, base_url):
+    client = OpenAI(base_url=base_url, api_key="any", max_retries=0)
+    tools = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "properties": {}}}}]
+    said = [{"role": "user", "content": prompt}]
+    ask = lambda **more: client.chat.completions.create(model="any", messages=said, **more).choices[0].message
+    text = ask(tools=tools, tool_choice="auto").content
+    call = {"id": "1", "type": "function", "function": {"name": "calc", "arguments": "{}"}}
+    said += [{"role": "assistant", "content": text, "tool_calls": [call]}]
+    said += [{"role": "tool", "tool_call_id": "1", "content": "391"}]
+    ask(tools=tools)
+    ask()  # without tools it is another conversation
+    return 1.0
+"""
+
+
+def test_tools_go_through_a_chat_template_that_shows_them(tmp_path: Path) -> None:
+    """What was sampled stays, although the template would write the call of the history in its own way."""
+    shown = "{% if tools %}{{ tools[0].function.name }}! {% endif %}" + CHAT_TEMPLATE.replace(
+        "message['content'] +", "message['content'] + (message.tool_calls | default('') | string) +"
+    )
+    episode = Episode(tmp_path, WITH_TOOLS, "<call>17*23</call>", "It is 391", "x", template=shown)
+    assert episode.parts == [
+        f"calc! {SYSTEM}<|im_start|>user\n17*23?{END}\n{ASSISTANT}",
+        f"<call>17*23</call>{END}",
+        f"\n<|im_start|>tool\n391{END}\n{ASSISTANT}",
+        f"It is 391{END}",
+    ]
+    assert episode.response.extra_logs["untrained_tokens"] == 2, "x and its end"
+
+
 ASKED_STRIPPED = '{"role": "assistant", "content": answer.choices[0].message.content.strip()},'
 
 
@@ -239,7 +272,7 @@ def run_agent(prompt, label, base_url):
     assert episode.response.reward == -0.25
     answers = json.loads((tmp_path / "answers.json").read_text())
     assert [status for status, _ in answers] == [400] * 7 + [404]
-    wanted = ["temperature must be the run's", "n is not supported", "tools is", "stream is", "max_tokens must be",
+    wanted = ["temperature must be the run's", "n is not supported", "not show tools", "stream is", "max_tokens must",
               "no images", "prompt must be one text", "responses is not served"]  # fmt: skip
     assert all(want in message for want, (_, message) in zip(wanted, answers, strict=True)), answers
 

@@ -6,7 +6,6 @@ import pickle
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from openrlhf_ext.rewards.grading import FailurePolicy, RewardFailureLimit, Rewa
 from openrlhf_ext.rewards.pool import RewardPool
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
 from tests.models import make_reward_model, make_tiny_policy
-from tests.patience import PATIENCE_S, SOONER_S, until
+from tests.patience import PATIENCE_S, until
 
 TAGGED = Path(__file__).parents[2] / "examples/python/reward_tagged_maths.py"
 REWARD_FILE = """
@@ -59,6 +58,7 @@ class FakeEngine:
 
     completions: list[str]
     delay_s: float = 0.0
+    slower_first: bool = False  # the last of those asked for is the first that ends
     tokenizer: Any = None  # of the completions; by default one token per character
     prompts: list[list[int]] = field(default_factory=list)
     params: list[SimpleNamespace] = field(default_factory=list)
@@ -66,14 +66,14 @@ class FakeEngine:
     tells_entropies = False
 
     def sampling_params(self, sampling: Sampling, **arguments: Any) -> SimpleNamespace:
-        return SimpleNamespace(temperature=sampling.temperature, **arguments)
+        return SimpleNamespace(temperature=sampling.temperature, top_p=sampling.top_p, **arguments)
 
     async def generate(self, prompt_ids: list[int], params: SimpleNamespace) -> SimpleNamespace:
         self.prompts.append(prompt_ids)
         self.params.append(params)
         tokenize = self.tokenizer or CharTokenizer()
         ids = tokenize(self.completions.pop(0), add_special_tokens=False)["input_ids"]
-        await asyncio.sleep(self.delay_s)
+        await asyncio.sleep(self.delay_s + 0.02 * len(self.completions) * self.slower_first)
         logprobs = [{i: SimpleNamespace(logprob=-0.25)} for i in ids]
         if getattr(params, "flat_logprobs", False):
             logprobs = SimpleNamespace(logprobs=[-0.25] * len(ids))
@@ -95,7 +95,7 @@ class FakeGrader:
     def start(self) -> None:
         self.started += 1
 
-    async def grade(self, query: str, prompt: str, label: str, completion: str) -> RewardResult:
+    async def grade(self, query: str, *_: Any) -> RewardResult:
         await asyncio.sleep(self.delay_s)
         return RewardResult(1.0, 1.0, self.function(query))
 
@@ -202,19 +202,6 @@ def test_a_failure_is_logged_counted_and_never_none(reward_path: Path, caplog: p
         assert part in record.getMessage()
 
 
-def test_a_failure_before_the_first_grade_waits_for_the_keys(reward_path: Path) -> None:
-    outputs = graded_run(reward_path, ["!$", "!$", "4$"])
-    assert {frozenset(output.extra_logs) for output in outputs} == {frozenset({"length", "reward_failed"})}
-
-
-def test_failures_alone_do_not_wait_for_each_other(reward_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openrlhf_ext.rewards.executor._KEYS_WAIT_S", PATIENCE_S)
-    start = time.monotonic()
-    outputs = graded_run(reward_path, ["!$", "!$"])
-    assert time.monotonic() - start < SOONER_S
-    assert [output.extra_logs for output in outputs] == [{"reward_failed": 1.0}] * 2
-
-
 def test_the_run_stops_after_too_many_failures(reward_path: Path) -> None:
     outputs = graded_run(reward_path, ["4$", "!$", "!$", "!$"], max_failures=2)
     assert outputs[0].reward == 1.5
@@ -231,13 +218,52 @@ def test_a_broken_reward_file_stops_the_run_at_once(tmp_path: Path) -> None:
     assert isinstance(outputs[0], RewardImportError) and "no_such_package" in str(outputs[0])
 
 
-def test_changing_log_keys_are_a_failure_that_names_them() -> None:
+def test_log_keys_may_differ_from_sample_to_sample() -> None:
     keys = iter([{"a": 1.0}, {"b": 1.0}])
     executor = GradedSingleTurnExecutor(FakeGrader(lambda _: next(keys)), FailurePolicy(0))
     first, second = respond(executor, FakeEngine(["4$", "4$"]), 2)
-    assert first.extra_logs == {"a": 1.0, "reward_failed": 0.0}
-    assert isinstance(second, RewardFailureLimit)
-    assert "Missing: ['a']; new: ['b']" in str(second)
+    assert [*first.extra_logs] == ["a", "reward_failed"] and [*second.extra_logs] == ["b", "reward_failed"]
+
+
+BREVITY = """
+def brevity(completions, prompts, solution, **kwargs):
+    assert prompts == ["2+2="] * len(completions) and solution == ["4"] * len(completions)
+    if "!" in completions:
+        raise ValueError("cannot parse")
+    return [len(one) == min(map(len, completions)) if one != "no" else None for one in completions]
+"""
+
+
+def test_trls_function_gets_the_group_in_its_order(tmp_path: Path) -> None:
+    """Completions end in another order than they were asked for; what fails the call fails all of it, None its own."""
+    path = tmp_path / "trl.py"
+    path.write_text(BREVITY)
+    executor = make_executor(Reward(remote_url=str(path), num_workers=1, max_failures=9, failure_value=-1.0))()
+
+    async def groups() -> list[list[float]]:
+        made = [["444$", "4$", "44$"], ["4$", "no$", "44$"], ["4$", "!$", "44$"]]
+        engines = [FakeEngine(texts, slower_first=True) for texts in made]
+        answers = [await executor.respond(request(3), CharTokenizer(), engine) for engine in engines]
+        await executor.aclose()
+        return [[one.reward for one in group] for group in answers]
+
+    assert asyncio.run(groups()) == [[0, 1, 0], [1, -1, 0], [-1, -1, -1]]
+    assert len(executor.take_failures()) == 1 + 3
+
+
+def test_a_completion_that_does_not_come_ends_the_wait_of_its_group(tmp_path: Path) -> None:
+    path = tmp_path / "trl.py"
+    path.write_text(BREVITY)
+    executor = make_executor(Reward(remote_url=str(path), num_workers=1))()
+
+    async def group() -> None:
+        with pytest.raises(IndexError):  # the engine has no third completion
+            await executor.respond(request(3), CharTokenizer(), FakeEngine(["4$", "44$"]))
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), PATIENCE_S)
+        await executor.aclose()
+
+    asyncio.run(group())
 
 
 def test_a_wrong_address_fails_before_any_engine_starts() -> None:

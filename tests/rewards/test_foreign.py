@@ -43,6 +43,12 @@ def test_verls_dict_has_score_accuracy_and_logs(graded):
         graded(VERL.format("compute_score", "return {'value': 1}"))
 
 
+def test_verls_functions_of_a_list_keep_accuracy_and_logs(graded):
+    two = VERL.format("a", "return {'score': -1.0, 'acc': 1, 'length': 3}") + VERL.format("b", "return 0.5")
+    found = graded(two + "reward_funcs = [a, b]\n")
+    assert (found.reward, found.score, found.extra_logs) == (-0.5, 1.0, {"length": 3.0})
+
+
 def test_verls_other_columns_are_keys_of_the_label(graded):
     source = VERL.format("compute_score", "return len(data_source) + extra_info['index'] + (ground_truth == '4') / 2")
     assert graded(source, {"data_source": "abc", "ground_truth": "4", "extra_info": {"index": 10}}).reward == 13.5
@@ -71,12 +77,88 @@ def test_trls_function_gets_lists_of_one(graded, head):
     assert graded(head + body, label={"answer": "4", "level": 3}).reward == 1
 
 
-def test_trls_messages_are_seen_in_annotation_and_source(graded):
-    """TRL hands on messages where the prompts are chats; the function says which it takes."""
-    body = "    return [float(len(c[0]['content'])) for c in completions]\n"
-    assert graded("def f(completions, **kwargs):\n" + body).reward == 6
-    chat = "def f(completions: list[list[dict[str, str]]], prompts, **kwargs):\n    return [len(prompts[0][-1])]\n"
-    assert graded(chat).reward == 2
+RIGHT = "[float('4' in {}) for one in completions]"
+
+
+@pytest.mark.parametrize(("head", "text", "form"), [
+    ("", "one", "texts"),
+    ("", "one[0]['content']", "messages"),
+    ("", "one[0].get('content')", "messages"),
+    ("words = lambda one: one[-1]['content']\n", "words(one)", "messages"),  # in another function of the file
+    ("import json\n", "str(json.loads(one)['content'])", "texts"),  # of a JSON answer
+    ("", "(one if isinstance(one, str) else one[0]['content'])", "texts"),
+    ("completions = 'messages'\n", "(one if isinstance(one, str) else one[0]['content'])", "messages"),
+])  # fmt: skip
+@pytest.mark.parametrize("is_lenient", [False, True])
+def test_texts_or_messages_are_what_works(tmp_path, head, text, form, is_lenient):
+    """Also where a function counts what it cannot read as 0."""
+    source = f"{head}def f(completions, prompts, **kwargs):\n    return {RIGHT.format(text)}\n"
+    if is_lenient:
+        right = f"    try:\n        return {RIGHT.format(text)}\n"
+        source = source.replace(f"    return {RIGHT.format(text)}\n", right) + "    except Exception:\n"
+        source += "        return [0.0] * len(completions)\n"
+    (tmp_path / "rewards.py").write_text(source)
+    function = load_reward_function(str(tmp_path / "rewards.py"))
+    completion = '{"content": 4}' if "json" in head else "#### 4"
+    assert call_reward(function, "", "2+2=", "4", completion) == {"rewards": 1}
+    assert function.said.endswith(f"completions are {form}")
+
+
+def test_where_nothing_tells_texts_from_messages_the_file_has_to(graded):
+    """A length of both, and a function that is the same to every completion made for the trial."""
+    bodies = "[len(str(one)) for one in completions]  # content", "[float(one == 'content') for one in completions]"
+    for body in bodies:
+        source = f"def f(completions, **kwargs):\n    return {body}\n"
+        with pytest.raises(InvalidAnswer, match='nothing tells .*Write a line completions = "texts" or'):
+            graded(source)
+        assert graded(source + "completions = 'texts'\n").reward in (6, 0)
+        assert graded(source.replace("content", "words")).reward in (6, 0), "nobody reads a message without that word"
+    with pytest.raises(TypeError, match='completions must be "texts" or "messages": got \'text\''):
+        graded(source + "completions = 'text'\n")
+
+
+@pytest.mark.parametrize(("parameters", "body"), [
+    ("**kwargs", "(kwargs.get('solution') or kwargs.get('answer') or [''])[0]"),
+    ("**kwargs", "[*kwargs.values()][0][0]"),
+    ("**kwargs", "dict(**kwargs).get('answer', [''])[0]"),
+    ("**kwargs", "next((kwargs[name] for name in kwargs if name != 'prompts'), [''])[0]"),
+    ("answer='', solution=None", "(answer or solution or [''])[0]"),
+])  # fmt: skip
+def test_a_label_that_would_reach_nobody_is_an_error(graded, parameters, body):
+    source = f"def f(completions, {parameters}):\n    return [float('4' == {body})]\ncompletions = 'texts'\n"
+    with pytest.raises(InvalidAnswer, match="would never see the label '4': it may read it as"):
+        graded(source)
+    assert graded(source, {"answer": "4"}).reward == 1, "an object's keys are the columns"
+    assert graded(source + "label_column = 'answer'\n").reward == 1
+    assert graded(source + "label_column = None\n").reward == 0
+
+
+def test_an_object_that_is_called_is_read_as_a_function_is(graded):
+    source = "class Right:\n    def __call__(self, completions, **kwargs):\n        {}\nreward_func = Right()\n"
+    assert graded(source.format("return [float(kwargs['answer'] == ['4'])]")).reward == 1
+    assert graded(source.format("return [1.0]")).reward == 1, "which needs no label"
+    with pytest.raises(InvalidAnswer, match="would never see the label"):
+        graded(source.format("return [float('4' in next(iter(kwargs.values())))]"))
+
+
+@pytest.mark.parametrize("parameters", ["answer=''", "answer=[]", "**kwargs"])
+def test_a_label_reaches_the_only_column_that_there_is(graded, parameters):
+    read = "kwargs.pop('answer')" if "kwargs" in parameters else "answer"
+    assert graded(f"def f(completions, most=9, {parameters}):\n    return [float({read} == ['4'])]\n").reward == 1
+
+
+@pytest.mark.parametrize("head", ["completions", "completions, **kwargs", "completions, prompts, least=3, **kwargs"])
+def test_a_function_that_reads_no_column_needs_no_label(graded, head):
+    source = f'def f({head}):\n    """kwargs are left alone."""\n    return [float(len(one)) for one in completions]\n'
+    for label in ("4", "", {"ground_truth": "4"}, 4):
+        assert graded(source, label).reward == 6
+
+
+def test_verls_kwargs_are_all_that_it_hands_on(graded):
+    source = "def compute_score(solution_str, **kwargs):\n    return inner(solution_str, **kwargs)\n"
+    inner = "def inner(text, ground_truth, data_source, extra_info):\n    return float(ground_truth in text)\n"
+    assert graded(inner + source).reward == 1
+    assert graded(VERL.format("compute_score", "return 1.0").replace("=None", "=None, method='strict'")).reward == 1
 
 
 def test_trls_several_columns_are_keys_of_the_label(graded):
@@ -95,7 +177,7 @@ def test_trls_functions_are_summed_without_those_that_say_none(graded):
         graded(both)
     assert graded(both + "reward_funcs = [right, other]\nreward_weights = [0.5, 3.0]").reward == 1
     assert graded(both + "reward_func = right").reward == 2
-    with pytest.raises(InvalidAnswer, match="no function graded this completion"):
+    with pytest.raises(InvalidAnswer, match="returned rewards = 'None'"):
         graded(both + "reward_func = other")
     with pytest.raises(TypeError, match="1 numbers for 2 reward_funcs"):
         graded(both + "reward_funcs = [right, other]\nreward_weights = [0.5]")
@@ -113,7 +195,7 @@ def test_what_nobody_has_is_refused_by_name(graded, head):
 
 
 def test_two_rewards_for_one_completion_are_refused(graded):
-    with pytest.raises(InvalidAnswer, match="returned 2 rewards for one completion"):
+    with pytest.raises(InvalidAnswer, match="returned 2 rewards for 1 completions"):
         graded("def f(completions, **kwargs):\n    return [0.0, 1.0]\n")
 
 

@@ -306,7 +306,8 @@ def test_trls_function_is_called_and_how_is_said_once(tmp_path: Path, caplog: py
     with caplog.at_level("INFO"), RewardPool(options(path, num_workers=2)) as pool:
         pool.check()
         assert pool.submit("q: 4", "q: ", "4", "4").result() == RewardResult(1.0, 1.0, {}, ANY)
-    assert caplog.text.count("trl.py: reward is called as TRL does; answer is the label") == 1
+    said = "trl.py: reward is called in TRL's form, with all completions of a prompt; answer is the label"
+    assert caplog.text.count(said) == 1
 
 
 def checked(path: Path, start_timeout_s: float = 120.0) -> None:
@@ -398,3 +399,39 @@ def test_a_function_gets_completions_if_it_takes_them(tmp_path: Path) -> None:
         path.write_text(f"def reward_func({arguments}):\n    return {answer % rewarded}\n")
         with RewardPool(options(path, num_workers=1, timeout_s=PATIENCE_S)) as pool:
             assert asyncio.run(pool.grade("2+2=4</s>", "2+2=", "", "4")).reward == 1.0, arguments
+
+
+CHILDREN = """
+import multiprocessing, pickle, subprocess, sys
+from concurrent.futures import ProcessPoolExecutor
+def _grade(text, truth):
+    return float(truth in text)
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert pickle.loads(pickle.dumps(_grade)) is _grade
+    if extra_info == "program":
+        subprocess.run([sys.executable, "-c", "import my_grader; my_grader._grade"], check=True)
+        return 1.0
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(extra_info)) as children:
+        return children.submit(_grade, solution_str, ground_truth).result(timeout=60)
+"""
+
+
+def test_processes_that_a_reward_file_starts_import_it_by_its_name(tmp_path: Path, caplog) -> None:
+    path = tmp_path / "my_grader.py"
+    path.write_text(CHILDREN)
+    with RewardPool(options(path, num_workers=1)) as pool:
+        for way in ("spawn", "forkserver", "program"):
+            label = {"ground_truth": "4", "extra_info": way}
+            assert asyncio.run(pool.grade("q: 4", "q: ", label)).reward == 1, way
+    assert [*tmp_path.iterdir()] == [path], "nothing is written beside a user's file"
+
+
+def test_a_file_whose_name_a_library_has_is_imported_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "colorsys.py"
+    path.write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': 1.0}\n")
+    code = (
+        f"from openrlhf_ext.rewards.worker import load_reward_function as load; print(load({str(path)!r})([], [], []))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "{'rewards': 1.0}"
+    assert "its processes cannot import it as colorsys, which is " in done.stderr and "rename it" in done.stderr

@@ -176,8 +176,8 @@ class Reward(Section):
         "URLs of reward servers, separated by commas", path="input")
     offload: bool = option(False, "keep the reward model's weights in host memory while it has nothing to score")
     timeout_s: Float = added(30,
-        "longest time one call of the reward function, one request to a reward server, or what an agent awaits "
-        "between two generations may take, seconds", gt=0)
+        "longest time one call of the reward function (for each completion that it gets), one request to a reward "
+        "server, or what an agent awaits between two generations may take, seconds", gt=0)
     max_failures: Int = added(10,
         "failed gradings (exception, NaN, time-out) per engine after which the run stops; each is reported", ge=0)
     failure_value: Float = added(0.0, "reward of a response whose grading failed")

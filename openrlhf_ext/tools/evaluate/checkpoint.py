@@ -17,7 +17,7 @@ from openrlhf_ext.options.sections.evaluate import Evaluate
 from openrlhf_ext.rewards.answers import answer_alone, extract_answer, stated_answers, surely_different
 from openrlhf_ext.rewards.counting import SOLVED
 from openrlhf_ext.rewards.executor import open_grader
-from openrlhf_ext.rewards.grading import FailurePolicy, Grader, RewardError, RewardResult
+from openrlhf_ext.rewards.grading import FailurePolicy, Grader, Group, RewardError, RewardResult
 from openrlhf_ext.tools.evaluate.problems import MATHS, Problem, Store, Task
 from openrlhf_ext.tools.evaluate.result import EvaluationResult, summarize
 from openrlhf_ext.tools.evaluate.sampling import (
@@ -142,12 +142,13 @@ async def _grade_groups(
     grader = open_grader(Reward(remote_url=task.reward, num_workers=workers, timeout_s=options.reward_timeout_s))
     tolerated = 10 if options.max_failures is None and options.reward else options.max_failures
     policy = FailurePolicy(tolerated)
-    grading = Grading(grader, policy, workers, by_equality=task.reward == MATHS)
     try:
         grader.start()
         for start in range(done - done % size, len(problems), size):
             group = problems[start : start + size]
             answers = await sample(group)
+            in_flight = max(_IN_FLIGHT_PER_WORKER * workers, len(answers[0]))  # a grader may want them all
+            grading = Grading(grader, policy, in_flight, by_equality=task.reward == MATHS)
             graded = await asyncio.gather(*map(partial(_graded, task, grading), group, answers))
             store.append(graded[max(0, done - start) :])
             logger.info("%s: %d of %d problems", task.name, len(store.results), len(problems))
@@ -158,14 +159,16 @@ async def _grade_groups(
 async def _graded(task: Task, grading: Grading, problem: Problem, completions: Sequence[Completion]) -> dict[str, Any]:
     alone = [answer_alone(c.body, task.answers) for c in completions]
     whole = task.answers == "any" or task.reward != MATHS  # another reward function looks for its answer itself
+    group = Group(len(completions))
     grades = await asyncio.gather(
         *(
-            grading.grade(c.query, problem.prompt, problem.label, c.body)
-            if whole
-            else grading.grade(problem.prompt + answer, problem.prompt, problem.label, answer)
-            for c, answer in zip(completions, alone, strict=True)
+            grading.grade(
+                c.query if whole else problem.prompt + answer, problem.prompt, problem.label,
+                c.body if whole else answer, group, place,
+            )
+            for place, (c, answer) in enumerate(zip(completions, alone, strict=True))
         )
-    )
+    )  # fmt: skip
     lines = [_line(completion, grade) for completion, grade in zip(completions, grades, strict=True)]
     texts = [answer_alone(c.text, task.answers) for c in completions]
     votes = await grading.votes(texts, [line["score"] >= SOLVED for line in lines])
@@ -197,15 +200,16 @@ class Grading:
     which wrong answers are equal; else answers are equal if their normalized texts are.
     """
 
-    def __init__(self, grader: Grader, policy: FailurePolicy, num_workers: int, *, by_equality: bool) -> None:
+    def __init__(self, grader: Grader, policy: FailurePolicy, in_flight: int, *, by_equality: bool) -> None:
         self._grader, self._policy, self._by_equality = grader, policy, by_equality
-        self._in_flight = asyncio.Semaphore(_IN_FLIGHT_PER_WORKER * num_workers)
+        self._in_flight = asyncio.Semaphore(in_flight)
 
-    async def grade(self, query: str, prompt: str, label: Any, completion: str) -> RewardResult | RewardError:
-        """The grade of one completion, or why it cannot be graded; RewardFailureLimit if too many cannot."""
+    async def grade(self, *sample: Any) -> RewardResult | RewardError:
+        """The grade of one completion, of ``Grader.grade``, or why it cannot be graded; RewardFailureLimit if too many
+        cannot."""
         async with self._in_flight:
             try:
-                return await self._grader.grade(query, prompt, label, completion)
+                return await self._grader.grade(*sample)
             except RewardError as error:
                 self._policy.tolerate(error)
                 return error

@@ -128,3 +128,29 @@ def test_help_is_quick_and_needs_no_torch() -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["--help"])
     assert exit_.value.code == 0
+
+
+TRLS = """
+def brevity(completions, solution, **kwargs):
+    lengths = [len(one) for one in completions]
+    least, most = min(lengths), max(lengths)
+    if least == most:
+        return [0.0] * len(completions)
+    shares = [0.5 - (length - least) / (most - least) for length in lengths]
+    return [share if str(s) in one else min(0.0, share) for one, s, share in zip(completions, solution, shares)]
+"""
+
+
+def test_a_function_of_trl_gets_all_completions_of_a_problem(tmp_path: Path) -> None:
+    """More of them than are graded at a time otherwise."""
+    (tmp_path / "reward.py").write_text(TRLS)
+    (tmp_path / "data.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n{"question": "1+2=", "answer": "3"}\n')
+    saved = [["x=2", "the sum of them is x=2", "x=5"] * 3, ["x=5", "x=5", "x=3"] * 3]
+    lines = [json.dumps({"problem": place, "completions": texts}) for place, texts in enumerate(saved)]
+    (tmp_path / "saved.jsonl").write_text("\n".join(lines))
+    given = {"data": "data.jsonl", "completions": "saved.jsonl", "reward": "reward.py", "out": "out"}
+    words = [word for name, file in given.items() for word in (f"--{name}", str(tmp_path / file))]
+    assert main([*words, "--k", "1", "--num_workers", "2"]) == 0
+    results = [json.loads(line) for line in (tmp_path / "out/data.jsonl").read_text().splitlines()[1:]]
+    rewards = [[completion["reward"] for completion in result["completions"]] for result in results]
+    assert rewards == [[0.5, -0.5, 0.0] * 3, [0.0] * 9]
