@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from openrlhf_ext.inputs import InputError
-from openrlhf_ext.run.ledger import LEDGER, USED_UP, Audit, Repeats, digest, hash_of, open_ledger
+from openrlhf_ext.run.ledger import LEDGER, TIME_IS_UP, USED_UP, Audit, Repeats, digest, hash_of, open_ledger
 
 DATA = [digest(f"text {number}", None) for number in range(4)]
 START = {"prompts": 4, "episodes": 1, "skipped_overlong": 2, "episode": hash_of(DATA), "drawn": 0, "waiting": []}
@@ -111,6 +111,68 @@ def test_a_ledger_that_ends_before_the_metrics_is_refused(tmp_path: Path) -> Non
     assert audited(tmp_path, good()[:2]).faults == []
     with pytest.raises(InputError, match="ends with step 0, metrics.jsonl with 2; lines are missing"):
         audited(tmp_path, good()[:1])
+
+
+OPTIONS = {
+    "rollout.batch_size": 2, "algo.dynamic_filtering_enable": False, "train.late_groups": "train",
+    "train.agent_func_path": None, "train.rollback_on": None, "train.max_minutes": None,
+}  # fmt: skip
+
+
+def whole(folder: Path, options: dict[str, Any], *last: str) -> list[dict[str, Any]]:
+    """A ledger of three steps, of which a second start made the last two with ``options``, and the run's events."""
+    ready = [{"event": "ready", "steps": 3}, {"event": "evaluation", "step": 0}]
+    events = [
+        {"event": "start", "options": OPTIONS, "resume_step": 0}, *ready, {"event": "failure"},
+        {"event": "start", "options": {**options, "rollout.batch_size": 99}, "resume_step": 1}, {"event": "failure"},
+        {"event": "start", "options": options, "resume_step": 1}, {"event": "resumed", "resume_step": 1}, *ready,
+        *({"event": event} for event in last),
+    ]  # fmt: skip
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    start = {**START, "prompts": 5, "episode": hash_of([*DATA, DATA[0]])}
+    return [
+        {"step": 0, **start},
+        {"step": 1, "trained": entries(1, 0), "drawn": 3, "waiting": [2]},
+        {"step": 1, **start, "drawn": 4, "waiting": [2, 3]},
+        {"step": 2, "trained": entries(3, 2), "drawn": 4, "waiting": []},
+        {"step": 3, "trained": entries(4), "drawn": 5, "waiting": []},
+        {"end": 3, "why": USED_UP, "in_flight": [], "queued": [], "drawn": 5, "waiting": []},
+    ]
+
+
+def test_a_ledger_holds_beside_the_events_of_its_run(tmp_path: Path) -> None:
+    assert audited(tmp_path, whole(tmp_path, OPTIONS, "end")).faults == []
+    lines = whole(tmp_path, {**OPTIONS, "train.max_minutes": 1, "algo.dynamic_filtering_enable": True}, "end")
+    lines[3] |= {"trained": entries(3, 4), "filtered": entries(2), "drawn": 5}
+    lines[4:] = [{"end": 2, "why": TIME_IS_UP, "in_flight": [], "queued": [], "drawn": 5, "waiting": []}]
+    assert audited(tmp_path, lines).faults == []
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({3: {"trained": entries(3), "filtered": entries(2)}}, "step 2 has filtered, which algo.dynamic_filtering_enable"),
+    ({4: {"trained": [], "late": entries(4)}}, "step 3 has late, which train.late_groups does not allow"),
+    ({4: {"trained": [], "unstarted": entries(4)}}, "step 3 has unstarted, which train.agent_func_path does not"),
+    ({4: {"trained": [], "skipped": entries(4)}}, "step 3 has skipped, which train.rollback_on does not allow"),
+    ({4: {"trained": [], "waiting": [4]}, 5: {"queued": entries(4)}}, "prompts are queued at step 3, and no time was"),
+    ({4: {"trained": [], "in_flight": entries(4)}}, "prompts are in_flight at step 3, and no time was up"),
+    ({5: {"why": TIME_IS_UP}}, "step 3 has train.max_minutes, which train.max_minutes does not allow"),
+    ({5: {"why": "it was late"}}, "the run ended after step 3 for an unknown reason, it was late"),
+    ({3: {"trained": entries(3), "waiting": [2]}, 4: {"trained": entries(4, 2)}}, "step 2 trained 1 prompts, rollout"),
+    ({1: {"trained": entries(1, 0, 2), "waiting": []}, 2: {"waiting": [3]}, 3: {"trained": entries(3)}},
+     "step 1 trained 3 prompts, rollout.batch_size is 2"),
+])  # fmt: skip
+def test_what_the_runs_options_do_not_allow_is_named(tmp_path: Path, changes: dict[int, dict], said: str) -> None:
+    lines = whole(tmp_path, OPTIONS, "end")
+    for number, change in changes.items():
+        lines[number] |= change
+    assert said in "\n".join(audited(tmp_path, lines).faults)
+
+
+def test_an_end_that_the_ledger_lacks_is_missing(tmp_path: Path) -> None:
+    for count in (4, 5):
+        with pytest.raises(InputError, match="has no end, and events.jsonl has one; lines are missing"):
+            audited(tmp_path, whole(tmp_path, OPTIONS, "end")[:count])
+        assert audited(tmp_path, whole(tmp_path, OPTIONS, "end", "start")[:count]).faults == []
 
 
 def test_an_empty_ledger_is_refused(tmp_path: Path) -> None:
