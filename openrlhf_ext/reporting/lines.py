@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from openrlhf_ext.inputs import (
     INTEGER,
+    MAP,
     NUMBER,
     TEXT,
     InputError,
@@ -248,6 +249,16 @@ EVENTS = {
 """Kinds of events and their facts; docs/report.md shows this table."""
 
 _OF_THE_RUN = {"start", "ready", "resumed", "failure", "restart", "rollback", "interrupted", "end"}
+
+
+def run_options(path: Path) -> tuple[list[Record], str]:
+    """The options of every start that events.jsonl tells of, and which of start, failure and end came last."""
+    starts, last = list[Record](), ""
+    for number, event in read_lines(path) if path.is_file() else ():
+        last = event["event"] if event.get("event") in ("start", "restart", "failure", "end") else last
+        if event.get("event") == "start":
+            starts.append(check(event, f"{path}, line {number}", {"options": MAP})["options"])
+    return starts, last
 
 
 class EventLog(Writer):

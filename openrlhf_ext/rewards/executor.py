@@ -109,11 +109,8 @@ class HttpReward:
         except aiohttp.ClientError as error:
             message = f"reward server {shown}: {type(error).__name__}: {redact(str(error))}"
             raise _Retryable(RewardServerError, message) from None  # its own text may have the whole address
-        except InvalidAnswer as error:
-            raise RewardInvalid(f"reward server {shown} {error}", *sample) from error
         except Exception as error:  # nesting raises RecursionError, a charset LookupError: a server may send anything
-            message = f"reward server {shown} answered something that is not JSON: {type(error).__name__}: {error}"
-            raise RewardInvalid(message, *sample) from error
+            raise RewardInvalid(f"reward server {shown} gave no reward as JSON: {error}", *sample) from error
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._closed:

@@ -37,7 +37,7 @@ from openrlhf_ext.inputs import (
 from openrlhf_ext.options import Violation
 from openrlhf_ext.options.table import Configuration
 from openrlhf_ext.reporting import EventLog, read_metrics
-from openrlhf_ext.reporting.lines import read_lines
+from openrlhf_ext.reporting.lines import run_options
 from openrlhf_ext.reporting.names import is_documented, unit_of
 
 if TYPE_CHECKING:
@@ -250,11 +250,10 @@ def is_banded(metric: str) -> bool:
 def _options(folder: Path) -> Mapping[str, Any]:
     """With which it started last. Raises InputError: it did not end in order."""
     path = folder / "events.jsonl"
-    events = [record for _, record in read_lines(path) if record.get("event") in ("start", "end", "failure")]
-    starts = [check(record, str(path), {"options": MAP})["options"] for record in events if record["event"] == "start"]
+    starts, last = run_options(path)
     if not starts:
         raise InputError(f"{path} tells of no start: {folder} is not the folder of a run")
-    if events[-1]["event"] != "end":
+    if last != "end":
         raise InputError(f"{path} tells of no end in order: trust whole runs only")
     return starts[-1]
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from string import hexdigits
 from typing import Any
 
-from openrlhf_ext.inputs import INTEGER, MAP, TEXT, InputError, Kind, check, is_integer, list_of
-from openrlhf_ext.reporting.lines import JsonLines, Record, read_lines, step_of
+from openrlhf_ext.inputs import INTEGER, InputError, Kind, check, is_integer, list_of
+from openrlhf_ext.reporting.lines import JsonLines, Record, read_lines, run_options, step_of
 
 LEDGER = "ledger.jsonl"
 USED_UP, TIME_IS_UP = "the prompts are used up", "train.max_minutes"
@@ -32,13 +32,14 @@ _HASH = Kind("16 hexadecimal digits", lambda v: isinstance(v, str) and len(v) ==
 _ENTRY = Kind("[number, digest]", lambda v: isinstance(v, list) and [*map(type, v)] == [int, str] and _HASH.holds(v[1]))
 _COUNT = Kind("a number from 1 on", lambda value: is_integer(value) and value > 0)
 _LINE = {"drawn": INTEGER, "waiting": list_of(INTEGER)}
-_PARTS = {"step": INTEGER, "end": INTEGER, "why": TEXT, **dict.fromkeys(REASONS, list_of(_ENTRY))}
+_WHY = Kind(f"{USED_UP} or {TIME_IS_UP}", lambda value: value in (USED_UP, TIME_IS_UP))
+_PARTS = {"step": INTEGER, "end": INTEGER, "why": _WHY, **dict.fromkeys(REASONS, list_of(_ENTRY))}
 _START = {"step": INTEGER, "prompts": _COUNT, "episodes": _COUNT, "skipped_overlong": INTEGER, "episode": _HASH}
 
-# the option without which no prompt ends so
+# the option without which no prompt, and no run, ends so
 _NEEDS = {
     "filtered": "algo.dynamic_filtering_enable", "late": "train.late_groups", "unstarted": "train.agent_func_path",
-    "skipped": "train.rollback_on", TIME_IS_UP: TIME_IS_UP,
+    "skipped": "train.rollback_on", **dict.fromkeys(("in_flight", "queued", TIME_IS_UP), TIME_IS_UP),
 }  # fmt: skip
 _WITHOUT = (None, False, "train", "wait")  # values of these options
 
@@ -86,9 +87,9 @@ class Repeats:
 class Audit:
     """What a ledger comes to. ``faults``: prompts that are lost, doubled or unknown, episodes that are not the data,
     and what the options in events.jsonl do not allow; empty = it holds. ``counts``: of prompts by reason; ``waiting``:
-    drawn, and not settled; ``end``: why the run ended, None = it goes on, or did not end in order; ``proved``: episodes that
-    are all prompts of the data, each once; ``since``: the step from which on it accounts. Raises InputError: there is
-    no ledger, or it is damaged."""
+    drawn, and not settled; ``end``: why the run ended, None = it goes on, or did not end in order; ``proved``: episodes
+    that are all prompts of the data, each once; ``since``: the step from which on it accounts. Raises InputError: there
+    is no ledger, or it is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.faults, self.counts, self.waiting = list[str](), Counter[str](), set[int]()
@@ -97,13 +98,17 @@ class Audit:
         self._data = Record()
         self._settled: dict[int, tuple[str, str]] = {}  # number -> digest, and where
         self._starts: dict[int, int] = {}  # prompts drawn before -> step
-        self._options, has_ended = _trained_with(path.with_name("events.jsonl"))
+        starts, last = run_options(path.with_name("events.jsonl"))
+        self._never = {
+            reason: name for reason, name in _NEEDS.items() if all(each.get(name, True) in _WITHOUT for each in starts)
+        } if starts else {}
+        self._sizes = {each["rollout.batch_size"] for each in starts if "rollout.batch_size" in each}
         for number, line in read_lines(path):
             where = f"{path}, line {number}"
             self._read(check(line, where, _LINE, _PARTS), where)
         if not self._data:
             raise InputError(f"{path} has no line yet")
-        if has_ended and self.end is None:
+        if last == "end" and self.end is None:
             raise InputError(f"{path} has no end, and events.jsonl has one; lines are missing")
         self._check_last(path)
         self._check_episodes()
@@ -147,27 +152,13 @@ class Audit:
         for number, times in sorted(Counter(line["waiting"]).items()):
             if times > 1 or number not in self.waiting:
                 self.faults.append(f"prompt {number} waits {when}, {times} times, and is {self._fate(number)}")
-        if not starts:
-            self._compare(line, step)
+        for reason, name in self._never.items():
+            if line.get(reason) or line.get("why") == reason:
+                self.faults.append(f"step {step} has {reason}, which {name} does not allow")
+        count, is_last = len(line.get("trained", ())), not line["waiting"] and line["drawn"] >= self._due
+        if "step" in line and not starts and self._sizes and count not in self._sizes and not is_last:
+            self.faults.append(f"step {step} trained {count} prompts, rollout.batch_size is {sorted(self._sizes)}")
         self.waiting, self.drawn, self.step, self.end = set(line["waiting"]), line["drawn"], step, line.get("why")
-
-    def _compare(self, line: Record, step: int) -> None:
-        """A line with its own end, and with the options of the starts that came to this step."""
-        why = line.get("why", TIME_IS_UP if "end" in line else None)
-        if why not in (None, USED_UP, TIME_IS_UP):
-            self.faults.append(f"the run ended after step {step} for an unknown reason, {why}")
-        if why != TIME_IS_UP and (left := [reason for reason in REASONS[-2:] if line.get(reason)]):
-            self.faults.append(f"prompts are {' and '.join(left)} at step {step}, and no time was up")
-        starts = [options for resumed, options in self._options if resumed < step + ("end" in line)]
-        if not starts:
-            return
-        for what in (each for each, name in _NEEDS.items() if all(one.get(name, True) in _WITHOUT for one in starts)):
-            if line.get(what) or why == what:
-                self.faults.append(f"step {step} has {what}, which {_NEEDS[what]} does not allow")
-        size, count = starts[-1].get("rollout.batch_size"), len(line.get("trained", ()))
-        is_last = not line["waiting"] and line["drawn"] >= self._data["prompts"] * self._data["episodes"]
-        if why is None and is_integer(size) and count != size and not (count < size and is_last):
-            self.faults.append(f"step {step} trained {count} prompts, rollout.batch_size is {size}")
 
     def _start(self, line: Record, where: str) -> None:
         step = line["step"]
@@ -191,6 +182,10 @@ class Audit:
         here = "waiting" if number in self.waiting else "not drawn, or lost, or trained before this ledger"
         return self._settled[number][1] if number in self._settled else here
 
+    @property
+    def _due(self) -> int:
+        return self._data["prompts"] * self._data["episodes"]
+
     def _check_last(self, path: Path) -> None:
         if self.end is not None and self.waiting:
             self.faults.append(f"the run has ended, and prompts still wait{_some(': ', sorted(self.waiting))}")
@@ -204,7 +199,7 @@ class Audit:
         for number, (of, _) in sorted(self._settled.items()):
             if number < self.drawn:
                 episodes.setdefault(number - number % size, {})[number] = of
-        due = size * self._data["episodes"]
+        due = self._due
         for first, found in episodes.items():
             last = min(first + size, self.drawn) - 1
             is_over = last == first + size - 1 or (self.end == USED_UP and first < due)
@@ -222,22 +217,6 @@ class Audit:
             )
         if self.end == USED_UP and self.drawn != max(due, *self._starts):  # who goes on with fewer may be beyond them
             self.faults.append(f"the prompts were used up after {self.drawn}, and {due} were due")
-
-
-def _trained_with(path: Path) -> tuple[list[tuple[int, Mapping[str, Any]]], bool]:
-    """Of events.jsonl: from which step each start went on that came to train, with its options; whether the last one
-    ended in order. Nothing where there is none."""
-    trained, resumed, options, has_ended = list[tuple[int, Mapping[str, Any]]](), 0, Record(), False
-    for number, line in read_lines(path) if path.is_file() else ():
-        check(line, f"{path}, line {number}", {"event": TEXT}, {"options": MAP, "resume_step": INTEGER})
-        if (event := line["event"]) in ("start", "restart"):
-            resumed, options, has_ended = 0, line.get("options", options), False
-        elif event == "resumed":
-            resumed = line.get("resume_step", 0)
-        elif event == "ready":
-            trained.append((resumed, options))
-        has_ended = has_ended or event == "end"
-    return trained, has_ended
 
 
 def _some(before: str, numbers: list[int]) -> str:
