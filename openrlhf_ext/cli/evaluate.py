@@ -126,7 +126,7 @@ def _chat_tokenizer(options: Evaluate) -> Any:
     from transformers import AutoTokenizer
 
     with reading(model := required(options.model, "model"), "as a tokenizer"):
-        return AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
 
 
 @asynccontextmanager

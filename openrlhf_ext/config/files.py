@@ -158,6 +158,18 @@ def has_weights(folder: str) -> bool:
     return any(Path(folder).glob("*.safetensors"))
 
 
+AS_TOKENIZER_JSON = (
+    "if you trust it, save it as tokenizer.json: transformers.AutoTokenizer.from_pretrained(FOLDER, "
+    "trust_remote_code=True).save_pretrained(FOLDER), and remove auto_map from tokenizer_config.json"
+)
+
+
+def names_code(folder: str) -> list[str]:
+    """Files of a model folder that name Python code of its own, which nothing here executes."""
+    files = [Path(folder) / name for name in ("config.json", "tokenizer_config.json")]
+    return [file.name for file in files if file.is_file() and b'"auto_map"' in file.read_bytes()]
+
+
 def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
     """Why a model folder cannot give the run its tokenizer, or with ``chat`` its chat template; None if it can."""
     path = Path(folder)
@@ -174,6 +186,8 @@ def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
                 Tokenizer.from_file(str(file))
         except InputError as error:
             return f"has a file that cannot be used: {error}"
+    elif "tokenizer_config.json" in names_code(folder):
+        return f"has a tokenizer that is Python code of its own, which is not executed; {AS_TOKENIZER_JSON}"
     if not chat or any((path / name).exists() for name in _TEMPLATE_FILES):
         return None
     settings = path / "tokenizer_config.json"

@@ -14,7 +14,16 @@ from typing import Any
 from openrlhf_ext.config import precision
 from openrlhf_ext.config.estimator import flag_options, initial_entropy_prompts, old_logprobs
 from openrlhf_ext.config.file_rules import example_violations, file_violations, output_violations
-from openrlhf_ext.config.files import dataset_refs, has_weights, inputs_of, is_hub_name, is_url, model_folder
+from openrlhf_ext.config.files import (
+    AS_TOKENIZER_JSON,
+    dataset_refs,
+    has_weights,
+    inputs_of,
+    is_hub_name,
+    is_url,
+    model_folder,
+    names_code,
+)
 from openrlhf_ext.config.model_rules import local_shape, model_violations, scaled_models, trained_violations
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.sft import SupervisedConfig
@@ -67,7 +76,8 @@ def check_supervised(config: SupervisedConfig) -> Findings:
     if config.fp8.rollout_enable:
         of_rules.append(Violation(("fp8.rollout_enable",),
             "fp8.rollout_enable is about rollout engines, which supervised training has not: leave it out"))
-    return Findings((*found.violations, *trained_violations(config, chat=chat), *of_rules), found.warnings)
+    warnings = (*unexecuted_code(config), *found.warnings)
+    return Findings((*found.violations, *trained_violations(config, chat=chat), *of_rules), warnings)
 
 
 def check_sections(config: Configuration) -> Findings:
@@ -510,6 +520,15 @@ def hub_names(config: RunConfig) -> Iterator[str]:
                 yield f"{option} {ref.path} is taken for a hub name: its keys are not checked before it is downloaded"
 
 
+def unexecuted_code(config: RunConfig | SupervisedConfig) -> Iterator[str]:
+    for option in config.model_options:
+        folder = str(value_of(config, option) or "")
+        if files := names_code(folder):
+            yield (f"{option}: {folder} names Python code of its own (auto_map in {' and '.join(files)}), which is not "
+                f"executed: model and tokenizer are those that the other files say; where the tokenizer needs it, "
+                f"{AS_TOKENIZER_JSON}")
+
+
 def memory_and_timing(config: RunConfig) -> Iterator[str]:
     if config.engines_share_gpus and not (config.ds.enable_sleep and config.vllm.enable_sleep):
         yield ("train.colocate_all without both ds.enable_sleep and vllm.enable_sleep: policy and engines are in the "
@@ -599,8 +618,8 @@ def token_budgets(config: RunConfig) -> Iterator[str]:
 
 
 WARNINGS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    hub_names, memory_and_timing, precision.determinism, restarts, unused_modes, unused_passes, unused_models,
-    unused_reward_model, unused_graders, token_budgets,
+    hub_names, unexecuted_code, memory_and_timing, precision.determinism, restarts, unused_modes, unused_passes,
+    unused_models, unused_reward_model, unused_graders, token_budgets,
 )  # fmt: skip
 
 

@@ -397,7 +397,7 @@ def try_agent(agent: AgentExecutorBase, model: str, prompt: str, label: Any, com
     """What came out of one episode with a made engine, which says ``completion`` at every turn. Raises RewardError."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     length = len(tokenizer(prompt, add_special_tokens=False)["input_ids"]) + _ROOM
     request = GroupRequest(prompt, label, 1, Sampling(1.0, 1.0, _ROOM // 2, length))
     executor = GradedAgentExecutor(agent, timeout_s, _NoFailure(0))

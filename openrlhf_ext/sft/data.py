@@ -44,7 +44,7 @@ def read_examples(config: SupervisedConfig) -> tuple[SequenceBatch, SequenceBatc
     args = SimpleNamespace(data=data, use_ms=False)
     strategy = DriverStrategy(args)
     path = required(config.model.model_name_or_path, "model.model_name_or_path")
-    tokenizer = get_tokenizer(path, None, "right", strategy, use_fast=not data.disable_fast_tokenizer)
+    tokenizer = get_tokenizer(path, "right", use_fast=not data.disable_fast_tokenizer)
     examples = _tokenized(
         config, required(data.dataset, "data.dataset"), data.dataset_split, data.dataset_probs, strategy, tokenizer
     )

@@ -167,7 +167,8 @@ class Supervised:
         if self.known:
             logger.warning("eval.dataset: %.1f %% of its examples are trained on", 100 * self.known)
         path = Path(required(self.config.model_path, "model.model_name_or_path"))
-        tokenizer = AutoTokenizer.from_pretrained(path, use_fast=not self.config.data.disable_fast_tokenizer)
+        fast = not self.config.data.disable_fast_tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, use_fast=fast)
         ends = end_tokens(saved_generation_config(path), tokenizer)
         return ExampleGauges(self.examples, self.per_epoch, ends, arrays.get("trained"))
 

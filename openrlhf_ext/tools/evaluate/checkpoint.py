@@ -54,8 +54,8 @@ def evaluate(
     from transformers import AutoConfig, AutoTokenizer
 
     with reading(model := required(options.model, "model"), "by transformers"):
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        room = max_prompt_tokens(AutoConfig.from_pretrained(model), options.max_new_tokens)
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        room = max_prompt_tokens(AutoConfig.from_pretrained(model, trust_remote_code=False), options.max_new_tokens)
     prepared = [_problems_that_fit(task, tokenizer, room) for task in tasks]
     size = max(1, options.batch_size // options.n_samples)
 
@@ -113,7 +113,8 @@ async def open_transformers(
 
     def load(path: str) -> PreTrainedModel:
         with reading(path, "by transformers"):
-            return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, options.dtype))
+            dtype = getattr(torch, options.dtype)
+            return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, dtype=dtype)
 
     model, measure = load(required(options.model, "model")), None
     if options.measures:
