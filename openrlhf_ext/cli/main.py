@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from openrlhf_ext import __version__
-from openrlhf_ext.inputs import nearest, shipped
+from openrlhf_ext.inputs import nearest, shipped, shortened
+from openrlhf_ext.redaction import printable
 
 _COMMANDS = {
     "train": ("train_ppo_ray", "train a policy: --config FILE.yaml; with --dry_run say whether it would start"),
@@ -115,11 +116,13 @@ def silence_libraries() -> None:
         warnings.simplefilter("ignore")
 
 
-def show(text: str, file: Any = None, errors: str = "backslashreplace") -> None:
-    """Prints what the output's encoding can show: completions and tokens may hold anything."""
+def show(text: object, file: Any = None, errors: str = "backslashreplace", colors: bool = False) -> None:
+    """Prints what the output's encoding can show, and nothing that a terminal obeys: completions and tokens may hold
+    anything. ``colors``: the text has those of a terminal, and nothing else that it obeys."""
     stream = file or sys.stdout
     encoding = stream.encoding or "utf-8"
-    print(text.encode(encoding, errors).decode(encoding), file=stream, flush=True)
+    shown = str(text) if colors else printable(str(text))
+    print(shown.encode(encoding, errors).decode(encoding), file=stream, flush=True)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -160,7 +163,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with the message and status 2; the usage is long, and the message names the option."""
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, printable(f"{self.prog}: {shortened(message)}\n"))
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
