@@ -175,10 +175,15 @@ class ExperienceMaker:
             rollout = dataclasses.replace(rollout, entropies=by_N)  # shown is what it was shaped by
         metrics |= {f"algorithm/{k}": float(v) for k, v in of_method.items()}
         metrics |= self._reference_metrics(rollout) | guide_agreement(rollout) | made.metrics
-        metrics |= advantage_gauges(shaped, self.group_size, [graded(r.reward) for r in _responses(made.groups)])
-        first = self._chunks(made.batch)[0]
+        rewards = [graded(r.reward) for r in _responses(made.groups)]
+        metrics["mismatch/rewards"] = float((rollout.rewards - torch.tensor(rewards).double()).abs().max())
+        metrics |= advantage_gauges(shaped, self.group_size, rewards)
+        first, *others = self._chunks(made.batch)
         if not self.algorithm.needs_prepare:
             metrics |= expected_of_first_update(shaped.mini_batch(first), old.logprobs_N)
+            same_tokens = "kl/reference" in metrics and not others and bool(shaped.loss_mask.all())
+            if same_tokens and self.algorithm.penalty.estimator == "k3":
+                metrics["expected/ref_kl"] = metrics["kl/reference"]
         shown = made.shaped.shown
         samples = [] if shown is None else shown_samples(made.groups, rollout, shaped, shown)
         return dataclasses.replace(made, metrics=metrics, samples=samples, shaped=None)

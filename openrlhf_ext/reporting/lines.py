@@ -253,12 +253,10 @@ _OF_THE_RUN = {"start", "ready", "resumed", "failure", "restart", "rollback", "i
 
 def run_options(path: Path) -> tuple[list[Record], str]:
     """The options of every start that events.jsonl tells of, and which of start, failure and end came last."""
-    starts, last = list[Record](), ""
-    for number, event in read_lines(path) if path.is_file() else ():
-        last = event["event"] if event.get("event") in ("start", "restart", "failure", "end") else last
-        if event.get("event") == "start":
-            starts.append(check(event, f"{path}, line {number}", {"options": MAP})["options"])
-    return starts, last
+    events = [event for _, event in read_lines(path)] if path.is_file() else []
+    starts = [check(each, str(path), {"options": MAP})["options"] for each in events if each.get("event") == "start"]
+    ends = [each["event"] for each in events if each.get("event") in ("start", "restart", "failure", "end")]
+    return starts, ends[-1] if ends else ""
 
 
 class EventLog(Writer):

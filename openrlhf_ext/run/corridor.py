@@ -69,11 +69,12 @@ _ROOM = 2.0
 _SHARE = 0.03
 _SHOWN = 6
 _CAUSES = (
-    (r"kl/rollout|mismatch/(?!loss|trained)|weight_sync/probe|algorithm/abs_log_ratio",
+    (r"kl/rollout|mismatch/(?!loss|trained|re)|weight_sync/probe|algorithm/abs_log_ratio",
      "engines sample from other weights, at another temperature or top_p, or from other tokens than the policy scores; "
      "or one of them computes in another precision"),
-    (r"kl/reference|kl/coef|algorithm/ref_kl", "the reference model, or the coefficient of the penalty, is another"),
-    (r"advantage/|mismatch/(loss|trained)",
+    (r"kl/reference|kl/coef|algorithm/ref_kl|mismatch/reference",
+     "the reference model, the coefficient of the penalty, or its estimator is another"),
+    (r"advantage/|mismatch/(loss|trained|rewards)",
      "rewards, advantages or masks are of other completions, or the loss is another"),
     (r"grad_norm|loss/", "the loss is scaled, averaged or masked in another way, or lacks a term"),
     (r"update/|value/update", "learning rate, optimizer state, or what is trained, is other than it was"),

@@ -99,15 +99,16 @@ class Audit:
         self._settled: dict[int, tuple[str, str]] = {}  # number -> digest, and where
         self._starts: dict[int, int] = {}  # prompts drawn before -> step
         starts, last = run_options(path.with_name("events.jsonl"))
-        self._never = {
-            reason: name for reason, name in _NEEDS.items() if all(each.get(name, True) in _WITHOUT for each in starts)
-        } if starts else {}
         self._sizes = {each["rollout.batch_size"] for each in starts if "rollout.batch_size" in each}
         for number, line in read_lines(path):
             where = f"{path}, line {number}"
             self._read(check(line, where, _LINE, _PARTS), where)
         if not self._data:
             raise InputError(f"{path} has no line yet")
+        for reason, name in _NEEDS.items() if starts else ():
+            count = self.counts[reason]
+            if (count or self.end == reason) and all(one.get(name, True) in _WITHOUT for one in starts):
+                self.faults.append(f"{reason} ended {count} prompts, or the run, and {name} does not allow it")
         if last == "end" and self.end is None:
             raise InputError(f"{path} has no end, and events.jsonl has one; lines are missing")
         self._check_last(path)
@@ -152,9 +153,6 @@ class Audit:
         for number, times in sorted(Counter(line["waiting"]).items()):
             if times > 1 or number not in self.waiting:
                 self.faults.append(f"prompt {number} waits {when}, {times} times, and is {self._fate(number)}")
-        for reason, name in self._never.items():
-            if line.get(reason) or line.get("why") == reason:
-                self.faults.append(f"step {step} has {reason}, which {name} does not allow")
         count, is_last = len(line.get("trained", ())), not line["waiting"] and line["drawn"] >= self._due
         if "step" in line and not starts and self._sizes and count not in self._sizes and not is_last:
             self.faults.append(f"step {step} trained {count} prompts, rollout.batch_size is {sorted(self._sizes)}")

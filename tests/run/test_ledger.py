@@ -148,13 +148,13 @@ def test_a_ledger_holds_beside_the_events_of_its_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({3: {"trained": entries(3), "filtered": entries(2)}}, "step 2 has filtered, which algo.dynamic_filtering_enable"),
-    ({4: {"trained": [], "late": entries(4)}}, "step 3 has late, which train.late_groups does not allow"),
-    ({4: {"trained": [], "unstarted": entries(4)}}, "step 3 has unstarted, which train.agent_func_path does not"),
-    ({4: {"trained": [], "skipped": entries(4)}}, "step 3 has skipped, which train.rollback_on does not allow"),
-    ({4: {"trained": [], "waiting": [4]}, 5: {"queued": entries(4)}}, "step 3 has queued, which train.max_minutes"),
-    ({4: {"trained": [], "in_flight": entries(4)}}, "step 3 has in_flight, which train.max_minutes"),
-    ({5: {"why": TIME_IS_UP}}, "step 3 has train.max_minutes, which train.max_minutes does not allow"),
+    ({3: {"trained": entries(3), "filtered": entries(2)}}, "filtered ended 1 prompts, or the run, and algo.dynamic"),
+    ({4: {"trained": [], "late": entries(4)}}, "late ended 1 prompts, or the run, and train.late_gro"),
+    ({4: {"trained": [], "unstarted": entries(4)}}, "unstarted ended 1 prompts, or the run, and train.ag"),
+    ({4: {"trained": [], "skipped": entries(4)}}, "skipped ended 1 prompts, or the run, and train.roll"),
+    ({4: {"trained": [], "waiting": [4]}, 5: {"queued": entries(4)}}, "queued ended 1 prompts, or the run, and train"),
+    ({4: {"trained": [], "in_flight": entries(4)}}, "in_flight ended 1 prompts, or the run, and train.max"),
+    ({5: {"why": TIME_IS_UP}}, "train.max_minutes ended 0 prompts, or the run, and train.max_minutes does"),
     ({3: {"trained": entries(3), "waiting": [2]}, 4: {"trained": entries(4, 2)}}, "step 2 trained 1 prompts, rollout"),
     ({1: {"trained": entries(1, 0, 2), "waiting": []}, 2: {"waiting": [3]}, 3: {"trained": entries(3)}},
      "step 1 trained 3 prompts, rollout.batch_size is [2]"),
