@@ -24,7 +24,7 @@ from openrlhf_ext.config import ConfigError, Findings
 from openrlhf_ext.config.files import downloaded, tokenizer_fault
 from openrlhf_ext.config.load import load
 from openrlhf_ext.config.rules import check_supervised
-from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.config.sft import SupervisedConfig, launcher_faults
 from openrlhf_ext.config.show import format_options
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.redaction import redact
@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    is_first = os.environ.get("RANK", "0") == "0"
+    rank = os.environ.get("RANK", "0")
+    is_first = not (rank.isdecimal() and int(rank))
     handlers = [TerminalHandler()]
     logging.basicConfig(level=logging.WARNING if is_first else logging.ERROR, handlers=handlers)
     logging.getLogger("openrlhf_ext").setLevel(logging.INFO if is_first else logging.ERROR)
@@ -75,6 +76,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(words: list[str]) -> int:
     """The same; raises ConfigError, CheckpointError, InputError."""
+    if faults := [*launcher_faults()]:
+        raise ConfigError(faults)
     config = load(SupervisedConfig, words, [check_supervised, _findings], choice=_choice)
     if not config.dry_run and (folder := _downloaded(config)) is not None:
         # the rules and the layout are asked again: they are about the model, which is here now

@@ -26,7 +26,7 @@ from openrlhf_ext.config.files import (
 )
 from openrlhf_ext.config.model_rules import local_shape, model_violations, scaled_models, trained_violations
 from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.config.sft import SupervisedConfig, launcher_faults
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_value_scale
@@ -73,6 +73,8 @@ def check_supervised(config: SupervisedConfig) -> Findings:
         trained_layout, optimizer_on_host, recomputation, precision.parameters, output_violations, example_violations,
     )  # fmt: skip
     of_rules = [violation for rule in rules for violation in rule(config)]
+    name = "model.num_gpus_per_node"
+    of_rules += [Violation((name,), fault) for fault in launcher_faults(config.model.num_gpus_per_node)]
     if config.fp8.rollout_enable:
         of_rules.append(Violation(("fp8.rollout_enable",),
             "fp8.rollout_enable is about rollout engines, which supervised training has not: leave it out"))

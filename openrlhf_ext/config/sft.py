@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
+from openrlhf_ext.inputs import shown
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.options import Int, added, no_meaning, not_yet, sections
 from openrlhf_ext.options.sections.models import FP8, Optimizer
@@ -24,6 +25,8 @@ from openrlhf_ext.options.table import Configuration
 
 # an option has its default and its meaning, as in a table
 # fmt: off
+
+_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class SupervisedConfig(Configuration, Optimizer):
@@ -84,6 +87,23 @@ class SupervisedConfig(Configuration, Optimizer):
     def resolved(self) -> Iterable[tuple[str, Any]]:
         if self.model.gradient_checkpointing_enable:
             yield "megatron.recompute", "full"
+
+
+def launcher_faults(ranks: int | None = None) -> Iterator[str]:
+    """What is wrong with the variables that a launcher such as torchrun sets; ``ranks``: model.num_gpus_per_node."""
+    given = {name: os.environ[name] for name in _LAUNCHER if name in os.environ}
+    wrong = [f"{name}={shown(value)} is no whole number" for name, value in given.items() if not value.isdecimal()]
+    if (missing := [name for name in _LAUNCHER[:3] if name not in given]) and {"RANK", "WORLD_SIZE"} & given.keys():
+        wrong.append(f"{' and '.join(missing)} must be set, too, beside {', '.join(given)}")
+    if wrong or "WORLD_SIZE" not in given:
+        yield from (f"{fault}: a launcher of ranks, such as torchrun, sets it; unset all of them" for fault in wrong)
+        return
+    rank, total, here = (int(given.get(name, ranks or 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if rank >= total:
+        yield f"RANK must be below WORLD_SIZE: got {rank} and {total}"
+    if ranks is not None and (here != ranks or total % ranks):
+        yield (f"model.num_gpus_per_node {ranks} contradicts the launcher, which started {here} ranks on this node, "
+            f"{total} in all (WORLD_SIZE): leave it out, or unset WORLD_SIZE and RANK: the command then starts ranks")
 
 
 def _gpus() -> int:
