@@ -24,7 +24,7 @@ from openrlhf_ext.config import ConfigError, Findings
 from openrlhf_ext.config.files import downloaded, tokenizer_fault
 from openrlhf_ext.config.load import load
 from openrlhf_ext.config.rules import check_supervised
-from openrlhf_ext.config.sft import SupervisedConfig, launcher_faults
+from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.config.show import format_options
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.redaction import redact
@@ -76,8 +76,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(words: list[str]) -> int:
     """The same; raises ConfigError, CheckpointError, InputError."""
-    if faults := [*launcher_faults()]:
-        raise ConfigError(faults)
     config = load(SupervisedConfig, words, [check_supervised, _findings], choice=_choice)
     if not config.dry_run and (folder := _downloaded(config)) is not None:
         # the rules and the layout are asked again: they are about the model, which is here now

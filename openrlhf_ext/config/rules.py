@@ -7,6 +7,7 @@ actors; and what needs torch to know (the options of an estimator, the tensors o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +27,8 @@ from openrlhf_ext.config.files import (
 )
 from openrlhf_ext.config.model_rules import local_shape, model_violations, scaled_models, trained_violations
 from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.config.sft import SupervisedConfig, launcher_faults
-from openrlhf_ext.inputs import InputError
+from openrlhf_ext.config.sft import SupervisedConfig
+from openrlhf_ext.inputs import InputError, shown
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_value_scale
 from openrlhf_ext.options import Section, Violation, idle_options, is_set, no_effect, value_of
@@ -71,15 +72,28 @@ def check_supervised(config: SupervisedConfig) -> Findings:
     chat = config.data.apply_chat_template and config.data.tokenizer_chat_template is None
     rules = (
         trained_layout, optimizer_on_host, recomputation, precision.parameters, output_violations, example_violations,
+        launcher,
     )  # fmt: skip
     of_rules = [violation for rule in rules for violation in rule(config)]
-    name = "model.num_gpus_per_node"
-    of_rules += [Violation((name,), fault) for fault in launcher_faults(config.model.num_gpus_per_node)]
     if config.fp8.rollout_enable:
         of_rules.append(Violation(("fp8.rollout_enable",),
             "fp8.rollout_enable is about rollout engines, which supervised training has not: leave it out"))
     warnings = (*unexecuted_code(config), *found.warnings)
     return Findings((*found.violations, *trained_violations(config, chat=chat), *of_rules), warnings)
+
+
+def launcher(config: SupervisedConfig) -> Iterator[Violation]:
+    """What torchrun, or another launcher, says in variables: numbers, and as many ranks as were asked for."""
+    names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    if wrong := [f"{name} {shown(value)}" for name, value in given.items() if not value.isdecimal()]:
+        yield Violation((), f"a launcher sets whole numbers: got {', '.join(wrong)} in the environment; unset them")
+        return
+    option, ranks = "model.num_gpus_per_node", config.model.num_gpus_per_node
+    here, total = (int(given.get(name, ranks or 1)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if "WORLD_SIZE" in given and ranks is not None and (here != ranks or total % ranks):
+        yield Violation((option,), f"{option} {ranks} contradicts the launcher: it started {total} ranks (WORLD_SIZE), "
+            f"{here} on this node; leave it out, or unset WORLD_SIZE and RANK, and the command starts ranks itself")
 
 
 def check_sections(config: Configuration) -> Findings:

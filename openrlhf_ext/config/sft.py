@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from openrlhf_ext.inputs import shown
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.options import Int, added, no_meaning, not_yet, sections
 from openrlhf_ext.options.sections.models import FP8, Optimizer
@@ -25,9 +24,6 @@ from openrlhf_ext.options.table import Configuration
 
 # an option has its default and its meaning, as in a table
 # fmt: off
-
-_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
 
 class SupervisedConfig(Configuration, Optimizer):
     """Options of ``openrlhf_ext.cli.train_sft``, typed; built by ``load`` and checked by ``rules.check_supervised``."""
@@ -63,8 +59,8 @@ class SupervisedConfig(Configuration, Optimizer):
     @property
     def world_size(self) -> int:
         """Ranks: what a launcher says, else what the command starts on this machine."""
-        if "WORLD_SIZE" in os.environ:
-            return int(os.environ["WORLD_SIZE"])
+        if (said := os.environ.get("WORLD_SIZE", "")).isdecimal():
+            return int(said)
         return self.model.num_gpus_per_node or _gpus() or 1
 
     @property
@@ -87,23 +83,6 @@ class SupervisedConfig(Configuration, Optimizer):
     def resolved(self) -> Iterable[tuple[str, Any]]:
         if self.model.gradient_checkpointing_enable:
             yield "megatron.recompute", "full"
-
-
-def launcher_faults(ranks: int | None = None) -> Iterator[str]:
-    """What is wrong with the variables that a launcher such as torchrun sets; ``ranks``: model.num_gpus_per_node."""
-    given = {name: os.environ[name] for name in _LAUNCHER if name in os.environ}
-    wrong = [f"{name}={shown(value)} is no whole number" for name, value in given.items() if not value.isdecimal()]
-    if (missing := [name for name in _LAUNCHER[:3] if name not in given]) and {"RANK", "WORLD_SIZE"} & given.keys():
-        wrong.append(f"{' and '.join(missing)} must be set, too, beside {', '.join(given)}")
-    if wrong or "WORLD_SIZE" not in given:
-        yield from (f"{fault}: a launcher of ranks, such as torchrun, sets it; unset all of them" for fault in wrong)
-        return
-    rank, total, here = (int(given.get(name, ranks or 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if rank >= total:
-        yield f"RANK must be below WORLD_SIZE: got {rank} and {total}"
-    if ranks is not None and (here != ranks or total % ranks):
-        yield (f"model.num_gpus_per_node {ranks} contradicts the launcher, which started {here} ranks on this node, "
-            f"{total} in all (WORLD_SIZE): leave it out, or unset WORLD_SIZE and RANK: the command then starts ranks")
 
 
 def _gpus() -> int:
