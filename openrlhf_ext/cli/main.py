@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import select
 import sys
@@ -112,6 +113,8 @@ def silence_libraries() -> None:
     """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+    # which transformers may import; it sets its own level then, and warns of a machine without a GPU
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     if os.environ["PYTHONWARNINGS"] == "ignore":  # read when Python starts, so this process needs it said again
         warnings.simplefilter("ignore")
 
