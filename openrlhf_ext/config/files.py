@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,10 +164,10 @@ AS_TOKENIZER_JSON = (
 )
 
 
-def names_code(folder: str) -> list[str]:
-    """Files of a model folder that name Python code of its own, which nothing here executes."""
-    files = [Path(folder) / name for name in ("config.json", "tokenizer_config.json")]
-    return [file.name for file in files if file.is_file() and b'"auto_map"' in file.read_bytes()]
+def names_code(folder: str, names: Sequence[str] = ("config.json", "tokenizer_config.json")) -> bool:
+    """Whether these files of a model folder name Python code of its own, which nothing here executes."""
+    files = [Path(folder) / name for name in names]
+    return any(file.is_file() and b'"auto_map"' in file.read_bytes() for file in files)
 
 
 def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
@@ -186,7 +186,7 @@ def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
                 Tokenizer.from_file(str(file))
         except InputError as error:
             return f"has a file that cannot be used: {error}"
-    elif "tokenizer_config.json" in names_code(folder):
+    elif names_code(folder, ["tokenizer_config.json"]):
         return f"has a tokenizer that is Python code of its own, which is not executed; {AS_TOKENIZER_JSON}"
     if not chat or any((path / name).exists() for name in _TEMPLATE_FILES):
         return None

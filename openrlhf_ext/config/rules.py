@@ -84,16 +84,13 @@ def check_supervised(config: SupervisedConfig) -> Findings:
 
 def launcher(config: SupervisedConfig) -> Iterator[Violation]:
     """What torchrun, or another launcher, says in variables: numbers, and as many ranks as were asked for."""
-    names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")
-    given = {name: os.environ[name] for name in names if name in os.environ}
-    if wrong := [f"{name} {shown(value)}" for name, value in given.items() if not value.isdecimal()]:
-        yield Violation((), f"a launcher sets whole numbers: got {', '.join(wrong)} in the environment; unset them")
-        return
-    option, ranks = "model.num_gpus_per_node", config.model.num_gpus_per_node
-    here, total = (int(given.get(name, ranks or 1)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    if "WORLD_SIZE" in given and ranks is not None and (here != ranks or total % ranks):
-        yield Violation((option,), f"{option} {ranks} contradicts the launcher: it started {total} ranks (WORLD_SIZE), "
-            f"{here} on this node; leave it out, or unset WORLD_SIZE and RANK, and the command starts ranks itself")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
+        if not (value := os.environ.get(name, "0")).isdecimal():
+            yield Violation((), f"{name} must be a whole number, as a launcher sets it: got {shown(value)}; unset it")
+    option, ranks, total = "model.num_gpus_per_node", config.model.num_gpus_per_node, config.world_size
+    if ranks is not None and (total % ranks or os.environ.get("LOCAL_WORLD_SIZE", str(ranks)) != str(ranks)):
+        yield Violation((option,), f"{option} {ranks} contradicts the launcher, which started {total} ranks "
+            "(WORLD_SIZE): leave it out, or unset WORLD_SIZE and RANK, and the command starts ranks itself")
 
 
 def check_sections(config: Configuration) -> Findings:
@@ -538,11 +535,9 @@ def hub_names(config: RunConfig) -> Iterator[str]:
 
 def unexecuted_code(config: RunConfig | SupervisedConfig) -> Iterator[str]:
     for option in config.model_options:
-        folder = str(value_of(config, option) or "")
-        if files := names_code(folder):
-            yield (f"{option}: {folder} names Python code of its own (auto_map in {' and '.join(files)}), which is not "
-                f"executed: model and tokenizer are those that the other files say; where the tokenizer needs it, "
-                f"{AS_TOKENIZER_JSON}")
+        if names_code(folder := str(value_of(config, option) or "")):
+            yield (f"{option}: {folder} names Python code of its own (auto_map), which is not executed: model and "
+                f"tokenizer are those that the other files say; where the tokenizer needs it, {AS_TOKENIZER_JSON}")
 
 
 def memory_and_timing(config: RunConfig) -> Iterator[str]:

@@ -153,7 +153,8 @@ class Audit:
         for number, times in sorted(Counter(line["waiting"]).items()):
             if times > 1 or number not in self.waiting:
                 self.faults.append(f"prompt {number} waits {when}, {times} times, and is {self._fate(number)}")
-        count, is_last = len(line.get("trained", ())), not line["waiting"] and line["drawn"] >= self._due
+        due, count = self._data["prompts"] * self._data["episodes"], len(line.get("trained", ()))
+        is_last = not line["waiting"] and line["drawn"] >= due
         if "step" in line and not starts and self._sizes and count not in self._sizes and not is_last:
             self.faults.append(f"step {step} trained {count} prompts, rollout.batch_size is {sorted(self._sizes)}")
         self.waiting, self.drawn, self.step, self.end = set(line["waiting"]), line["drawn"], step, line.get("why")
@@ -180,10 +181,6 @@ class Audit:
         here = "waiting" if number in self.waiting else "not drawn, or lost, or trained before this ledger"
         return self._settled[number][1] if number in self._settled else here
 
-    @property
-    def _due(self) -> int:
-        return self._data["prompts"] * self._data["episodes"]
-
     def _check_last(self, path: Path) -> None:
         if self.end is not None and self.waiting:
             self.faults.append(f"the run has ended, and prompts still wait{_some(': ', sorted(self.waiting))}")
@@ -197,7 +194,7 @@ class Audit:
         for number, (of, _) in sorted(self._settled.items()):
             if number < self.drawn:
                 episodes.setdefault(number - number % size, {})[number] = of
-        due = self._due
+        due = size * self._data["episodes"]
         for first, found in episodes.items():
             last = min(first + size, self.drawn) - 1
             is_over = last == first + size - 1 or (self.end == USED_UP and first < due)
