@@ -154,8 +154,8 @@ METRICS = (
         "first update of the step: the same of the mean product of advantage and log-prob: which advantages the ranks "
         "gave to which tokens"),
     Metric("mismatch/reference", "nats",
-        "difference between `kl/reference` and `algorithm/ref_kl` of the step's first update; "
-        "only with the estimator k3 in the loss, one update per batch, and loss on every token"),
+        "first update of the step: difference between `algorithm/ref_kl` and `kl/reference` of the same tokens; only "
+        "with the estimator k3 in the loss"),
     Metric("mismatch/rewards", "reward",
         "greatest difference between a reward of the batch that was shaped and the one its completion was graded with: "
         "0"),
