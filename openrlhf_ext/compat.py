@@ -21,7 +21,7 @@ from openrlhf.trainer.ray.vllm_engine import RolloutRayActor as _RolloutRayActor
 from openrlhf.utils.agent import AgentExecutorBase as AgentExecutorBase
 from openrlhf.utils.agent import MultiTurnAgentExecutor as MultiTurnAgentExecutor
 from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger, init_logger
-from openrlhf.utils.utils import get_tokenizer
+from transformers import AutoTokenizer
 
 from openrlhf_ext.redaction import HIDDEN, redacted
 
@@ -35,6 +35,16 @@ def plain_class(remote_class: Any) -> type:
 
 
 RolloutRayActor = plain_class(_RolloutRayActorRemote)
+
+
+def get_tokenizer(path: str, padding_side: str = "left", use_fast: bool = True) -> Any:
+    """The tokenizer of a model folder as OpenRLHF's function of this name sets it up, which executes Python files that
+    the folder names (``trust_remote_code``): here none is."""
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, use_fast=use_fast)
+    tokenizer.padding_side = padding_side
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 class DriverStrategy:

@@ -40,15 +40,22 @@ _NAMES = {dict: "map", list: "list", str: "text", bool: "true or false", int: "n
 class InputError(ValueError):
     """A file that is absent or does not hold what it should; the message has file, place, key, rule and remedy."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
+
 
 def type_name(value: Any) -> str:
     return "null" if value is None else _NAMES.get(type(value), type(value).__name__)
 
 
 def shown(value: Any) -> str:
-    text = "null" if value is None else repr(value)
-    half = _SHOWN_CHARACTERS // 2
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+    return shortened("null" if value is None else repr(value), _SHOWN_CHARACTERS)
+
+
+def shortened(text: str, most: int = 3000) -> str:
+    """A message without its middle, if it is longer: whatever it echoes may be of any length."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} ... ({len(text) - most} left out) ... {text[-half:]}"
 
 
 def require_one_beginning(tokenizer: Any, texts: Sequence[Sequence[int]], where: str) -> None:

@@ -1,4 +1,5 @@
-"""What may be shown of an address: dry run, events, log, checkpoints, errors and report pass their texts through here.
+"""What may be shown of an address: dry run, events, log, checkpoints, errors and report pass their texts through here;
+and what a terminal may be shown of any text.
 
 Imports the standard library alone.
 """
@@ -18,6 +19,7 @@ _USER = re.compile(r"(?<=//)(?:(?!,[A-Za-z][\w+.-]*://)\S)*@")
 _QUERY = re.compile(
     r"(?i)(?<=[?&])([^=&\s]*(?:token|key|passw|secret|sig|auth)[^=&\s]*)=(?:(?!,[a-z][\w+.-]*://)[^&\s\"'])+"
 )
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def redact(text: str) -> str:
@@ -43,6 +45,14 @@ def lacks_a_secret(value: Any) -> bool:
     return isinstance(value, str) and (f"{HIDDEN}@" in value or f"={HIDDEN}" in value)
 
 
+def printable(text: str) -> str:
+    """The text with characters that a terminal obeys (ESC, a return, marks of direction) as ``\\x1b``: prompts,
+    completions and errors of users' code may hold any. Line ends and tabs stay."""
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class RedactingFormatter(logging.Formatter):
+    """For a terminal."""
+
     def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
+        return printable(redact(super().format(record)))

@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 from importlib.metadata import version
 
 import pytest
 
 from openrlhf_ext import compat
+from tests.models import make_tiny_policy
 
 
 def parameters(function) -> list[str]:
@@ -23,11 +25,22 @@ def test_the_pinned_version_is_installed():
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (compat.get_tokenizer, "pretrain model padding_side strategy use_fast"),
     ],
 )  # fmt: skip
 def test_signatures(function, expected):
     assert parameters(function) == expected.split()
+
+
+@pytest.mark.parametrize("tokenizer_class", ["Qwen2Tokenizer", "Evil", None])
+def test_a_tokenizers_own_code_is_not_executed(tmp_path, tokenizer_class):
+    make_tiny_policy(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    told = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": tokenizer_class}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | told))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Evil: pass\n")
+    tokenizer = compat.get_tokenizer(str(tmp_path), "right")
+    assert tokenizer.padding_side == "right" and tokenizer.pad_token is not None and tokenizer("1+2")["input_ids"]
+    assert not (tmp_path / "executed").exists()
 
 
 def test_what_agents_are_given():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import logging
+
 import pytest
 
+from openrlhf_ext.cli.main import show
 from openrlhf_ext.cli.train_ppo_ray import main
-from openrlhf_ext.redaction import lacks_a_secret, redact, redacted
+from openrlhf_ext.redaction import RedactingFormatter, lacks_a_secret, printable, redact, redacted
 from tests.e2e.jobs import Task
 
 PASSWORDS = ("passw0rd", "p@ss", "a/b@c", "x:y", "p%40ss", "a,b", "a?b=c", "https://x")
@@ -33,6 +37,42 @@ def test_secrets_in_a_query_are_hidden():
 @pytest.mark.parametrize("text", ["/runs/a@b/c", "org/name@0.5", "http://host:80/f?x=1", "mail me@host", "a//b", ""])
 def test_what_has_no_password_stays(text):
     assert redact(text) == text and not lacks_a_secret(text)
+
+
+def test_what_a_terminal_obeys_is_escaped(capsys):
+    """And no line end, tab, letter or sign of any language."""
+    clear, title, back = "\x1b[2J", "\x1b]0;title\x07", "a\rb\x08\x9b2J\u202e"
+    plain = "日本語\u3000 é \t ½\n  🙂\u200d"
+    assert printable(f"{plain}{clear}{title}{back}") == (
+        f"{plain}\\x1b[2J\\x1b]0;title\\x07a\\rb\\x08\\x9b2J\\u202e"
+    )
+    record = logging.LogRecord("x", logging.ERROR, "f", 1, "grading failed: %s", (clear,), None)
+    assert RedactingFormatter().format(record) == "grading failed: \\x1b[2J"
+    show(clear)
+    show("\x1b[1mbold\x1b[0m", colors=True)
+    assert capsys.readouterr().out == "\\x1b[2J\n\x1b[1mbold\x1b[0m\n"
+
+
+def test_a_prompt_and_a_reward_function_cannot_drive_the_terminal(tmp_path, capfd):
+    reward = "def reward_func(queries, prompts, labels):\n    raise ValueError(queries[0] + '\x1b]0;raised\x07')\n"
+    task = Task.make(tmp_path, reward=reward)
+    data = tmp_path / "escapes.jsonl"
+    data.write_text("".join(json.dumps({"question": f"\x1b[2J {n}+1=", "answer": "2"}) + "\n" for n in range(40)))
+    main([*task.options("out", data__prompt_dataset=data), "--dry_run"])
+    told = capfd.readouterr()
+    assert "\\x1b[2J" in told.out and "\\x1b]0;raised\\x07" in told.out
+    assert not {"\x1b", "\x07"} & {*told.out, *told.err}
+
+
+@pytest.mark.parametrize("words", [
+    ["--actor.adam.weight_decay", "x" * 100_000], ["--actor.optim", "x y " * 25_000], [f"--{'x' * 100_000}", "3"],
+    ["--train.batch_size", "9" * 100_000], ["x" * 100_000], ["--config", "x" * 100_000],
+    ["--actor.model_name_or_path", "x/" * 50_000], ["--data.prompt_dataset", "y" * 100_000],
+])  # fmt: skip
+def test_what_is_echoed_is_shortened(tmp_path, capfd, words):
+    assert main([*Task.make(tmp_path).options("out"), *words, "--dry_run"]) == 2
+    told = capfd.readouterr()
+    assert "problem" in told.err and len(told.out + told.err) < 10_000
 
 
 def test_the_command_shows_no_password_and_takes_no_hidden_one(tmp_path, capsys):

@@ -42,6 +42,7 @@ setup_env() {
     [[ $extra =~ ^(|dev|gpu)$ ]] || _die "setup_env takes no argument, 'dev' or 'gpu', got '$extra'"
     python_version=$(_choose_python)
     _lock_environment
+    _refuse_other_checkout
     if [[ $extra == gpu ]]; then
         _setup_gpu "$python_version"
     else
@@ -296,6 +297,20 @@ _refuse_other_stack() {
     fi
     [[ $held == "$1" ]] || _die "$VENV holds the $held stack, and the $1 stack cannot be installed over it: put it" \
         "elsewhere (OPENRLHF_EXT_VENV=/other/folder), or remove $VENV"
+}
+
+# Whoever uses the environment runs the code of the checkout that it was made for: another one must not take its place
+# without a word. One that is gone has nobody.
+_refuse_other_checkout() {
+    local file checkout
+    for file in "$VENV"/lib/python3*/site-packages/openrlhf_ext-*.dist-info/direct_url.json; do
+        [[ -f $file ]] || continue
+        checkout=$(sed -n 's#.*"url": "file://\([^"]*\)".*#\1#p' "$file")
+        checkout=$(printf '%b' "${checkout//%/\\x}") # of a URL: %20 is a space
+        [[ -d $checkout/openrlhf_ext && ! $checkout -ef $ROOT ]] || continue
+        _die "$VENV is the environment of the checkout $checkout, and whoever uses it runs the code there: put that of" \
+            "$ROOT elsewhere (OPENRLHF_EXT_VENV=/other/folder), or give it up: $VENV_PYTHON -m pip uninstall openrlhf_ext"
+    done
 }
 
 _claim_stack() {

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Refused, ConfigError) as error:
         if made:  # the next try may have the same folder
             shutil.rmtree(output / "toy", ignore_errors=True)
-        print(f"chaos: {error}", file=sys.stderr)
+        show(f"chaos: {error}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it ends what it has started
     url = str(config.reward.remote_url)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if page.exists():
             write_text(page, json.dumps({"interrupted": True, **json.loads(page.read_text())}, indent=1) + "\n")
         found = f"what was found before: {page}" if page.exists() else "nothing was found yet"
-        print(f"chaos: interrupted; {found}", file=sys.stderr)
+        show(f"chaos: interrupted; {found}", file=sys.stderr)
         return 130
 
 

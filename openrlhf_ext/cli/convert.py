@@ -12,7 +12,7 @@ import argparse
 import math
 import sys
 
-from openrlhf_ext.cli.main import CommandParser, at_least, positive, silence_libraries
+from openrlhf_ext.cli.main import CommandParser, at_least, positive, show, silence_libraries
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,9 +32,9 @@ def _merge(arguments: argparse.Namespace) -> int:
     try:
         sizes = merge(arguments.merge, arguments.to, arguments.base)
     except (ValueError, OSError, CheckpointError) as error:
-        print(error, file=sys.stderr)
+        show(error, file=sys.stderr)
         return 2
-    print(f"{arguments.to}: {sum(sizes.values()) / 2**20:.1f} MiB in {len(sizes)} files, the adapter in the weights")
+    show(f"{arguments.to}: {sum(sizes.values()) / 2**20:.1f} MiB in {len(sizes)} files, the adapter in the weights")
     return 0
 
 
@@ -84,12 +84,12 @@ def _check(arguments: argparse.Namespace) -> int:
             raise ValueError("; ".join(fault.message for fault in faults))
         problems = unaccounted_tensors(HFCheckpoint(arguments.check), shape)
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        show(error, file=sys.stderr)
         if isinstance(error, UnknownModelType) and has_weights(arguments.check):
-            print(nearest_family(arguments.check), file=sys.stderr)
+            show(nearest_family(arguments.check), file=sys.stderr)
         return 2
     if problems:
-        print(f"{arguments.check}: {describe(problems)}", file=sys.stderr)
+        show(f"{arguments.check}: {describe(problems)}", file=sys.stderr)
         return 2
     tolerance = LOGPROB_TOLERANCES[arguments.dtype] if arguments.tolerance is None else arguments.tolerance
     settings = CheckSettings(
@@ -98,11 +98,11 @@ def _check(arguments: argparse.Namespace) -> int:
     try:
         report = check_conversion(settings)
     except (ProcessExitedException, ProcessRaisedException, TimeoutError) as error:
-        print(error, file=sys.stderr)
+        show(error, file=sys.stderr)
         if isinstance(error, ProcessExitedException) and error.signal_name == "SIGKILL":
-            print("a rank that is killed has usually run out of memory: try --dtype bf16", file=sys.stderr)
+            show("a rank that is killed has usually run out of memory: try --dtype bf16", file=sys.stderr)
         return 1
-    print(_text(report, settings))
+    show(_text(report, settings))
     return 0 if report.passed(tolerance) else 1
 
 

@@ -28,6 +28,7 @@ from openrlhf_ext.locks import FolderLock, LockError
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections.evaluate import Evaluate
 from openrlhf_ext.outputs import write_text
+from openrlhf_ext.redaction import RedactingFormatter
 from openrlhf_ext.rewards.grading import RewardFailureLimit, RewardImportError
 from openrlhf_ext.rollout.response import RolloutError
 from openrlhf_ext.tools.evaluate.problems import Store
@@ -39,7 +40,8 @@ _ALLOWED_ERRORS = 3.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     silence_libraries()
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(stream=sys.stderr)
+    logging.root.handlers[0].setFormatter(RedactingFormatter())
     for said in ("tools.evaluate", "rewards.pool"):  # progress, and how a reward function is called
         logging.getLogger(f"openrlhf_ext.{said}").setLevel(logging.INFO)
     try:
@@ -126,7 +128,7 @@ def _chat_tokenizer(options: Evaluate) -> Any:
     from transformers import AutoTokenizer
 
     with reading(model := required(options.model, "model"), "as a tokenizer"):
-        return AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
 
 
 @asynccontextmanager

@@ -43,12 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not ((users := users_part("".join(traceback.format_exception(error)))) or isinstance(error, _ABOUT_INPUT)):
             raise
-        print(f"explain: {users or error}", file=sys.stderr)
+        show(f"explain: {users or error}", file=sys.stderr)
         return 2
     color = sys.stdout.isatty() and not arguments.no_color and not os.environ.get("NO_COLOR")
     width = arguments.width or shutil.get_terminal_size((100, 24)).columns
     try:
-        show(render(explanation, width=width, color=color), errors="replace")
+        show(render(explanation, width=width, color=color), errors="replace", colors=color)
     except BrokenPipeError:
         # head has seen enough; without this, the flush at exit would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrlhf_ext.cli.main import CommandParser
+from openrlhf_ext.cli.main import CommandParser, show
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.run.ledger import LEDGER, Audit
 
@@ -27,10 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise InputError(none)
         audit = Audit(path)
     except InputError as error:
-        print(f"ledger: {error}", file=sys.stderr)
+        show(f"ledger: {error}", file=sys.stderr)
         return 2
     more = [f"and {len(audit.faults) - _SHOWN} more"] if len(audit.faults) > _SHOWN else []
-    print("\n".join([*audit.lines, *audit.faults[:_SHOWN], *more]))
+    show("\n".join([*audit.lines, *audit.faults[:_SHOWN], *more]))
     return 1 if audit.faults else 0
 
 

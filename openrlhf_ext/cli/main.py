@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import select
 import sys
@@ -16,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from openrlhf_ext import __version__
-from openrlhf_ext.inputs import nearest, shipped
+from openrlhf_ext.inputs import nearest, shipped, shortened
+from openrlhf_ext.redaction import printable
 
 _COMMANDS = {
     "train": ("train_ppo_ray", "train a policy: --config FILE.yaml; with --dry_run say whether it would start"),
@@ -111,15 +113,19 @@ def silence_libraries() -> None:
     """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+    # which transformers may import; it sets its own level then, and warns of a machine without a GPU
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     if os.environ["PYTHONWARNINGS"] == "ignore":  # read when Python starts, so this process needs it said again
         warnings.simplefilter("ignore")
 
 
-def show(text: str, file: Any = None, errors: str = "backslashreplace") -> None:
-    """Prints what the output's encoding can show: completions and tokens may hold anything."""
+def show(text: object, file: Any = None, errors: str = "backslashreplace", colors: bool = False) -> None:
+    """Prints what the output's encoding can show, and nothing that a terminal obeys: completions and tokens may hold
+    anything. ``colors``: the text has those of a terminal, and nothing else that it obeys."""
     stream = file or sys.stdout
     encoding = stream.encoding or "utf-8"
-    print(text.encode(encoding, errors).decode(encoding), file=stream, flush=True)
+    shown = str(text) if colors else printable(str(text))
+    print(shown.encode(encoding, errors).decode(encoding), file=stream, flush=True)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -160,7 +166,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with the message and status 2; the usage is long, and the message names the option."""
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, printable(f"{self.prog}: {shortened(message)}\n"))
 
 
 def at_least(smallest: int) -> Callable[[str], int]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf_ext.cli.main import CommandParser, positive, silence_libraries
+from openrlhf_ext.cli.main import CommandParser, positive, show, silence_libraries
 from openrlhf_ext.config import ConfigError, RunConfig, load_config, value_of
 from openrlhf_ext.config.show import modeline
 from openrlhf_ext.inputs import InputError
@@ -56,19 +56,19 @@ def main(argv: list[str] | None = None) -> int:
         gpus = arguments.gpus or planner.config.gpus
         found = planner.candidates(gpus)
     except (ConfigError, InputError, PlanError) as error:
-        print(error, file=sys.stderr)
+        show(error, file=sys.stderr)
         return 2
     if not found or found[0].seconds is None:
-        print(_nothing_fits(planner, found, gpus), file=sys.stderr)
+        show(_nothing_fits(planner, found, gpus), file=sys.stderr)
         return 2
     if arguments.write:
         file = Path(arguments.write)
         write_text(file, modeline(file) + layout_file(planner, found[0], gpus, argv))
     if arguments.json:
         write_text(Path(arguments.json), json.dumps(as_json(planner, found, gpus), indent=1) + "\n")
-    print("\n".join(plan_lines(planner, found, gpus)))
+    show("\n".join(plan_lines(planner, found, gpus)))
     if arguments.write:
-        print(f"\nwritten: {arguments.write}; openrlhf-ext train --config RECIPE --config it")
+        show(f"\nwritten: {arguments.write}; openrlhf-ext train --config RECIPE --config it")
     return 0
 
 
@@ -81,7 +81,7 @@ def _translate(ahead: list[str], words: list[str]) -> int:
     try:
         print(translate(words, parser.parse_args(ahead).gpus), end="")
     except InputError as error:
-        print(error, file=sys.stderr)
+        show(error, file=sys.stderr)
         return 2
     return 0
 
@@ -103,7 +103,7 @@ def _load(words: list[str]) -> RunConfig:
         (_GROUP, _USUAL_GROUP, f"{config.algo.advantage.estimator} compares the responses to one prompt"),
     ):
         if config.sources.get(option) == "default":
-            print(f"{option} is not set ({why}): planned with {value}\n")
+            show(f"{option} is not set ({why}): planned with {value}\n")
     return config
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrlhf_ext.cli.main import CommandParser, positive, silence_libraries
+from openrlhf_ext.cli.main import CommandParser, positive, show, silence_libraries
 from openrlhf_ext.outputs import write_text
 from openrlhf_ext.run.corridor import make_corridor, written
 from openrlhf_ext.tools.report.page import read_runs, write_page
@@ -33,12 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.write_corridor:
             write_text(Path(arguments.write_corridor), written(make_corridor(folders)))
     except (ValueError, OSError) as error:
-        print(f"report: {error}", file=sys.stderr)
+        show(f"report: {error}", file=sys.stderr)
         return 2
     for run in runs:
         for sentence in run.missing:
-            print(f"report: {run.name}: {sentence}", file=sys.stderr)
-    print(f"report: {output} ({output.stat().st_size / 2**20:.1f} MiB)")
+            show(f"report: {run.name}: {sentence}", file=sys.stderr)
+    show(f"report: {output} ({output.stat().st_size / 2**20:.1f} MiB)")
     return 0
 
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from openrlhf_ext.cli.main import show
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, format_config, load_config, placement_table
 from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.config.sft import SupervisedConfig
@@ -39,7 +40,7 @@ def _reporting_faults(do: Callable[[], int]) -> int:
     try:
         return do()
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        show(error, file=sys.stderr)
         return 2
 
 
@@ -127,7 +128,7 @@ def dry_run(config: RunConfig, trials: Sequence[preflight.Tried] = (), resumptio
     try:
         proofs = [*layout_proofs(config)]
     except (LayoutProofError, InputError) as error:
-        print(f"would not start: the model cannot be laid out as configured\n{error}", file=sys.stderr)
+        show(f"would not start: the model cannot be laid out as configured\n{error}", file=sys.stderr)
         return 2
     found = verdict(config)
     warned = [f"  - {warning}" for warning in config.warnings]
@@ -135,10 +136,10 @@ def dry_run(config: RunConfig, trials: Sequence[preflight.Tried] = (), resumptio
     unknown += [f"{trial.option} raised in its trial" for trial in trials if trial.raised]
     text = f"cannot say: {'; '.join(unknown)}" if unknown and found.starts else found.text
     lines = [*found.details, *resumption, *(redact(str(trial)) for trial in trials)]
-    print("\n".join([redact(text), *lines, *(["warnings:", *warned] if warned else []), ""]))
-    print(placement_table(config))
-    print("\n".join(proofs))
-    print(f"the configuration as it was resolved:\n\n{format_config(config)}\n{redact(text)}")
+    show("\n".join([redact(text), *lines, *(["warnings:", *warned] if warned else []), ""]))
+    show(placement_table(config))
+    show("\n".join(proofs))
+    show(f"the configuration as it was resolved:\n\n{format_config(config)}\n{redact(text)}")
     return 2 if not found.starts else 3 if unknown else 0
 
 

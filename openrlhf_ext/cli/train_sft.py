@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_ext.checkpoints import CheckpointError
+from openrlhf_ext.cli.main import show
 from openrlhf_ext.config import ConfigError, Findings
 from openrlhf_ext.config.files import downloaded, tokenizer_fault
 from openrlhf_ext.config.load import load
@@ -45,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    is_first = os.environ.get("RANK", "0") == "0"
+    rank = os.environ.get("RANK", "0")
+    is_first = not (rank.isdecimal() and int(rank))
     handlers = [TerminalHandler()]
     logging.basicConfig(level=logging.WARNING if is_first else logging.ERROR, handlers=handlers)
     logging.getLogger("openrlhf_ext").setLevel(logging.INFO if is_first else logging.ERROR)
@@ -53,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         return start(words)
     except ConfigError as error:
         if is_first:
-            print(error, file=sys.stderr)
+            show(error, file=sys.stderr)
         return 2
     except (CheckpointError, CorridorLeft, InputError, OSError) as error:
         if is_first:
@@ -215,7 +217,7 @@ def dry_run(config: SupervisedConfig) -> int:
     try:
         made = read_examples(config)[0] if there else None
     except InputError as error:
-        print(f"would not start: {redact(str(error))}", file=sys.stderr)
+        show(f"would not start: {redact(str(error))}", file=sys.stderr)
         return 2
 
     examples = {} if made is None else {"examples": fingerprint(made)}
@@ -223,7 +225,7 @@ def dry_run(config: SupervisedConfig) -> int:
     try:
         proofs = [*layout_proofs(config)]
     except (LayoutProofError, InputError) as error:
-        print(f"would not start: the model cannot be laid out as configured\n{error}", file=sys.stderr)
+        show(f"would not start: the model cannot be laid out as configured\n{error}", file=sys.stderr)
         return 2
     unseen = unseen_inputs(config)
     text = f"cannot say: {'; '.join(unseen)}: not on this machine" if unseen else "would start"
@@ -231,8 +233,8 @@ def dry_run(config: SupervisedConfig) -> int:
     if made is not None:
         trained = int((made.ranges_R2[:, 1] - made.ranges_R2[:, 0]).sum())
         lines.append(f"examples: {len(made)}, of {len(made.tokens_M)} tokens, {trained} of which are trained on")
-    print("\n".join([redact(text), *lines, "", *proofs]))
-    print(f"the configuration as it was resolved:\n\n{format_options(config)}")
+    show("\n".join([redact(text), *lines, "", *proofs]))
+    show(f"the configuration as it was resolved:\n\n{format_options(config)}")
     return 3 if unseen else 0
 
 

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,18 @@ def has_weights(folder: str) -> bool:
     return any(Path(folder).glob("*.safetensors"))
 
 
+AS_TOKENIZER_JSON = (
+    "if you trust it, save it as tokenizer.json: transformers.AutoTokenizer.from_pretrained(FOLDER, "
+    "trust_remote_code=True).save_pretrained(FOLDER), and remove auto_map from tokenizer_config.json"
+)
+
+
+def names_code(folder: str, names: Sequence[str] = ("config.json", "tokenizer_config.json")) -> bool:
+    """Whether these files of a model folder name Python code of its own, which nothing here executes."""
+    files = [Path(folder) / name for name in names]
+    return any(file.is_file() and b'"auto_map"' in file.read_bytes() for file in files)
+
+
 def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
     """Why a model folder cannot give the run its tokenizer, or with ``chat`` its chat template; None if it can."""
     path = Path(folder)
@@ -188,6 +200,8 @@ def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
                 Tokenizer.from_file(str(file))
         except InputError as error:
             return f"has a file that cannot be used: {error}"
+    elif names_code(folder, ["tokenizer_config.json"]):
+        return f"has a tokenizer that is Python code of its own, which is not executed; {AS_TOKENIZER_JSON}"
     if not chat or any((path / name).exists() for name in _TEMPLATE_FILES):
         return None
     settings = path / "tokenizer_config.json"

@@ -7,6 +7,7 @@ actors; and what needs torch to know (the options of an estimator, the tensors o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,20 @@ from typing import Any
 from openrlhf_ext.config import precision
 from openrlhf_ext.config.estimator import flag_options, initial_entropy_prompts, old_logprobs
 from openrlhf_ext.config.file_rules import example_violations, file_violations, output_violations
-from openrlhf_ext.config.files import dataset_refs, has_weights, inputs_of, is_hub_name, is_url, model_folder
+from openrlhf_ext.config.files import (
+    AS_TOKENIZER_JSON,
+    dataset_refs,
+    has_weights,
+    inputs_of,
+    is_hub_name,
+    is_url,
+    model_folder,
+    names_code,
+)
 from openrlhf_ext.config.model_rules import local_shape, model_violations, scaled_models, trained_violations
 from openrlhf_ext.config.run_config import RunConfig
 from openrlhf_ext.config.sft import SupervisedConfig
-from openrlhf_ext.inputs import InputError
+from openrlhf_ext.inputs import InputError, shown
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import read_value_scale
 from openrlhf_ext.options import Section, Violation, idle_options, is_set, no_effect, value_of
@@ -62,12 +72,25 @@ def check_supervised(config: SupervisedConfig) -> Findings:
     chat = config.data.apply_chat_template and config.data.tokenizer_chat_template is None
     rules = (
         trained_layout, optimizer_on_host, recomputation, precision.parameters, output_violations, example_violations,
+        launcher,
     )  # fmt: skip
     of_rules = [violation for rule in rules for violation in rule(config)]
     if config.fp8.rollout_enable:
         of_rules.append(Violation(("fp8.rollout_enable",),
             "fp8.rollout_enable is about rollout engines, which supervised training has not: leave it out"))
-    return Findings((*found.violations, *trained_violations(config, chat=chat), *of_rules), found.warnings)
+    warnings = (*unexecuted_code(config), *found.warnings)
+    return Findings((*found.violations, *trained_violations(config, chat=chat), *of_rules), warnings)
+
+
+def launcher(config: SupervisedConfig) -> Iterator[Violation]:
+    """What torchrun, or another launcher, says in variables: numbers, and as many ranks as were asked for."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
+        if not (value := os.environ.get(name, "0")).isdecimal():
+            yield Violation((), f"{name} must be a whole number, as a launcher sets it: got {shown(value)}; unset it")
+    option, ranks, total = "model.num_gpus_per_node", config.model.num_gpus_per_node, config.world_size
+    if ranks is not None and (total % ranks or os.environ.get("LOCAL_WORLD_SIZE", str(ranks)) != str(ranks)):
+        yield Violation((option,), f"{option} {ranks} contradicts the launcher, which started {total} ranks "
+            "(WORLD_SIZE): leave it out, or unset WORLD_SIZE and RANK, and the command starts ranks itself")
 
 
 def check_sections(config: Configuration) -> Findings:
@@ -510,6 +533,13 @@ def hub_names(config: RunConfig) -> Iterator[str]:
                 yield f"{option} {ref.path} is taken for a hub name: its keys are not checked before it is downloaded"
 
 
+def unexecuted_code(config: RunConfig | SupervisedConfig) -> Iterator[str]:
+    for option in config.model_options:
+        if names_code(folder := str(value_of(config, option) or "")):
+            yield (f"{option}: {folder} names Python code of its own (auto_map), which is not executed: model and "
+                f"tokenizer are those that the other files say; where the tokenizer needs it, {AS_TOKENIZER_JSON}")
+
+
 def memory_and_timing(config: RunConfig) -> Iterator[str]:
     if config.engines_share_gpus and not (config.ds.enable_sleep and config.vllm.enable_sleep):
         yield ("train.colocate_all without both ds.enable_sleep and vllm.enable_sleep: policy and engines are in the "
@@ -599,8 +629,8 @@ def token_budgets(config: RunConfig) -> Iterator[str]:
 
 
 WARNINGS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    hub_names, memory_and_timing, precision.determinism, restarts, unused_modes, unused_passes, unused_models,
-    unused_reward_model, unused_graders, token_budgets,
+    hub_names, unexecuted_code, memory_and_timing, precision.determinism, restarts, unused_modes, unused_passes,
+    unused_models, unused_reward_model, unused_graders, token_budgets,
 )  # fmt: skip
 
 

@@ -25,7 +25,6 @@ from openrlhf_ext.options.table import Configuration
 # an option has its default and its meaning, as in a table
 # fmt: off
 
-
 class SupervisedConfig(Configuration, Optimizer):
     """Options of ``openrlhf_ext.cli.train_sft``, typed; built by ``load`` and checked by ``rules.check_supervised``."""
 
@@ -60,8 +59,8 @@ class SupervisedConfig(Configuration, Optimizer):
     @property
     def world_size(self) -> int:
         """Ranks: what a launcher says, else what the command starts on this machine."""
-        if "WORLD_SIZE" in os.environ:
-            return int(os.environ["WORLD_SIZE"])
+        if (said := os.environ.get("WORLD_SIZE", "")).isdecimal():
+            return int(said)
         return self.model.num_gpus_per_node or _gpus() or 1
 
     @property

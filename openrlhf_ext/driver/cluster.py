@@ -33,6 +33,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 from ray.exceptions import AuthenticationError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.driver.guard import END_S, Guard, end_processes
 from openrlhf_ext.megatron.watchdog import Address, RankState, ask_rank, describe_ranks
 from openrlhf_ext.rewards.grading import RewardError, RewardFailureLimit
@@ -256,6 +257,8 @@ class RaySession:
             local["object_store_memory"] = 256 << 20
             # Ray's idle workers, one per CPU, are not used: they lack the environment of this job's actors
             local["_system_config"] = {"prestart_worker_first_driver": False}
+            # of its own default, which it finds there again (ray 2.55 node.py:1858)
+            logging.getLogger("ray._private.node").addFilter(lambda record: "object spilling" not in str(record.msg))
         return common | local
 
     def remember(self, name: str, process: Mapping[str, Any]) -> None:
@@ -305,8 +308,8 @@ class RaySession:
         process reports a death first is a matter of chance: often it is one that waited for the dead process."""
         cause = error.cause if isinstance(error, RayTaskError) else error
         died = cause.actor_id if isinstance(cause, RayActorError) else None
-        if isinstance(error, RayTaskError) and isinstance(cause, (RewardError, RewardFailureLimit)):
-            error = cause  # its text holds the user's own traceback; ours around it says nothing
+        if isinstance(error, RayTaskError) and isinstance(cause, (RewardError, RewardFailureLimit, CheckpointError)):
+            error = cause  # its text says all; ours around it, and frames of libraries, say nothing
         of_a_task = isinstance(error, RayTaskError) and died is None
         text = re.sub(r"\x1b\[\d+m", "", str(error))  # Ray's colors
         lines = [users_part(text) or text if of_a_task else told(error)]

@@ -121,7 +121,7 @@ def _formed(prompt: Any, template: str | None, chat: bool, tokenizer: Any) -> st
 def open_tokenizer(config: RunConfig) -> tuple[DriverStrategy, Any]:
     """What OpenRLHF's data sets are read with: its options, and the policy's tokenizer."""
     strategy, path = DriverStrategy(upstream_args(config)), policy_path(config)
-    return strategy, get_tokenizer(path, None, "left", strategy, use_fast=not config.data.disable_fast_tokenizer)
+    return strategy, get_tokenizer(path, use_fast=not config.data.disable_fast_tokenizer)
 
 
 def load_data(config: RunConfig, tokenizer: Any) -> tuple[PromptData, list[PromptData]]:

@@ -184,10 +184,15 @@ class ExperienceMaker:
         metrics |= {f"algorithm/{k}": float(v) for k, v in of_method.items()}
         metrics |= self._reference_metrics(rollout) | guide_agreement(rollout) | made.metrics
         rewards = [graded(response.reward) for response in responses_of(made.groups, self.group_size)]
+        metrics["mismatch/rewards"] = float((rollout.rewards - torch.tensor(rewards).double()).abs().max())
         metrics |= advantage_gauges(shaped, self.group_size, rewards)
-        first = self._chunks(made.batch)[0]
         if not self.algorithm.needs_prepare:
-            metrics |= expected_of_first_update(shaped.mini_batch(first), old.logprobs_N)
+            first = shaped.mini_batch(self._chunks(made.batch)[0])
+            metrics |= expected_of_first_update(first, old.logprobs_N)
+            if first.ref_logprobs is not None and self.algorithm.penalty.estimator == "k3" and first.loss_mask.any():
+                mask_N = first.loss_mask
+                old_n = old.logprobs_N[: len(mask_N)][mask_N]
+                metrics["expected/ref_kl"] = reference_kl(old_n, first.ref_logprobs[mask_N])
         shown = made.shaped.shown
         samples = [] if shown is None else shown_samples(made.groups, rollout, shaped, shown)
         return dataclasses.replace(made, metrics=metrics, samples=samples, shaped=None)

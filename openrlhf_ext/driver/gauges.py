@@ -142,6 +142,8 @@ def text_metrics(
     ended = sum(int(response.tokens_S[response.actions[-1][1] - 1]) in end_tokens for response in whole)
     metrics = {"prompts/length_mean": sum(response.actions[0][0] for response in samples) / len(samples)}
     metrics["prompts/changed"] = changed / len(prompts)
+    distinct = {(number // each, response.tokens_S.tobytes()) for number, response in enumerate(samples)}
+    metrics["response/distinct"] = len(distinct) / len(samples)
     return metrics | ({"response/ended": ended / len(whole)} if whole else {})
 
 
@@ -199,7 +201,7 @@ def recounted(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics of a step, and in the place of what ranks report of their first update, and of what was expected,
     how far both are apart."""
     kept = {name: value for name, value in metrics.items() if not name.startswith(("first/", "expected/"))}
-    for gauge, of in (("mismatch/loss", "loss"), ("mismatch/trained", "alignment")):
+    for gauge, of in (("mismatch/loss", "loss"), ("mismatch/trained", "alignment"), ("mismatch/reference", "ref_kl")):
         first, expected = metrics.get(f"first/{of}"), metrics.get(f"expected/{of}")
         if first is not None and expected is not None:
             kept[gauge] = abs(first - expected)

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -289,7 +289,7 @@ class Rollouts:
         self.prompts, self.sampling = prompts, sampling_of(config, config.rollout.temperature, config.rollout.top_p)
         self._config, self._batch_size = config, config.rollout.batch_size
         self._max_staleness, self._timeout_s = config.max_staleness, config.rollout.timeout_s
-        self.dropped = Counter(filtered=0, late=0, unstarted=0, skipped=0)
+        self.dropped = {"filtered": 0, "late": 0, "unstarted": 0, "skipped": 0}
         self._skip: set[int] = set()  # prompts that spoiled a step, by number
         self._requests, self._deadline, self._with_engines = requests, deadline, with_engines
         self._in_flight: dict[int, Prompt] = {}

@@ -290,6 +290,10 @@ class MegatronPolicy(MegatronModel):
             metrics |= routing_metrics(each, self.shape.num_experts, self.settings.aux_loss_coef)
         return {"loss/policy": 0.0} | metrics | gradient_norms(squares, present)
 
+    def gradient_square(self) -> float:
+        """Of this rank's share of the gradient that the last update used, behind the clip. Not a collective."""
+        return float(gradient_squares(self.models, self.settings.layout, dist.get_rank())[0].sum())
+
     def _take_routing(self) -> list[Tensor]:
         """What a mixture's routers have counted since the last call (``experts.take_routing``); of a dense model
         nothing. Not a collective."""

@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
-from openrlhf_ext.inputs import nearest
+from openrlhf_ext.inputs import nearest, shortened
 from openrlhf_ext.redaction import redact
 
 # "output": made absolute. "input": made absolute when it is a local path, left alone when it is a URL or a hub name.
@@ -50,7 +50,8 @@ class ConfigError(ValueError):
         self.violations = tuple(Violation((), entry) if isinstance(entry, str) else entry for entry in violations)
         count = len(self.violations)
         head = f"{count} problem{'s' if count != 1 else ''} in the configuration:"
-        super().__init__(redact("\n".join([head, *(f"- {violation.message}" for violation in self.violations)])))
+        lines = [f"- {shortened(violation.message)}" for violation in self.violations]
+        super().__init__(redact("\n".join([head, *lines])))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Violation, ...]]]:
         return type(self), (self.violations,)
@@ -58,7 +59,7 @@ class ConfigError(ValueError):
 
 def no_effect(name: str, value: Any, reason: str, remedy: str = "leave it out") -> str:
     """The warning about a setting that does nothing beside the others."""
-    return f"{name} has no effect: got {value_text(value)}, and {reason}; {remedy}"
+    return f"{name} has no effect: got {shortened(value_text(value))}, and {reason}; {remedy}"
 
 
 # ---- declaring ------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""How far optimizer steps move what they update, by a sample of the entries."""
+"""How far optimizer steps move what they update, by a sample of the entries, and with what they do it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,15 +12,18 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from openrlhf_ext.megatron.policy import MegatronPolicy
+    from openrlhf_ext.options.sections.models import Optimizer
 
 _ENTRIES = 1024  # of each parameter
+ADAM = ("update/beta1", "update/beta2", "update/eps", "update/weight_decay")
 
 
 @dataclass(frozen=True)
 class Moved:
     """What optimizer steps did to a sample of the entries that a rank updates: the sum of their squared movements, of
     Adam's second moments afterwards, how many they are; parameters, those of them that stood still; Adam's own count of
-    its steps."""
+    its steps; the square of the rank's share of the gradient that the last of them used; ``ADAM``, as its own groups
+    have them."""
 
     squares: float
     second_moments: float
@@ -28,6 +31,8 @@ class Moved:
     parameters: int
     still: int
     adam_steps: int
+    gradient_square: float
+    adam: tuple[float, ...]
 
 
 def movement_gauges(moved: Sequence[Moved]) -> dict[str, float]:
@@ -40,7 +45,16 @@ def movement_gauges(moved: Sequence[Moved]) -> dict[str, float]:
         "update/second_moment": math.sqrt(sum(each.second_moments for each in moved) / entries),
         "update/still": sum(each.still for each in moved) / sum(each.parameters for each in moved),
         "update/adam_steps": float(max(each.adam_steps for each in moved)),
+        "update/grad_norm": math.sqrt(sum(each.gradient_square for each in moved)),
+        **dict(zip(ADAM, moved[0].adam, strict=True)),
     }
+
+
+def impossible(metrics: Mapping[str, float], options: Optimizer) -> list[str]:
+    """The gauges of a step that these options rule out."""
+    adam = options.adam
+    wanted = dict(zip(ADAM, (*adam.betas, adam.eps, adam.weight_decay), strict=True)) | {"mismatch/rewards": 0.0}
+    return [f"{name} is {metrics[name]:g}" for name, value in wanted.items() if metrics.get(name, value) != value]
 
 
 class Movement:
@@ -67,7 +81,11 @@ class Movement:
         seconds = torch.stack([second.double().sum() for _, second in sampled])
         totals = squares.sum().item(), seconds.sum().item()
         entries, still = sum(len(now) for now, _ in sampled), int((squares == 0).sum())
-        self._moved = Moved(*totals, entries, len(sampled), still, optimizer_step(self._policy.optimizer))
+        optimizer = self._policy.optimizer
+        first, decay = optimizer.param_groups[0], max(group["weight_decay"] for group in optimizer.param_groups)
+        steps, square = optimizer_step(optimizer), self._policy.gradient_square()
+        adam = (*first["betas"], first["eps"], decay)
+        self._moved = Moved(*totals, entries, len(sampled), still, steps, square, adam)
         self._before = []
 
     def take(self) -> Moved | None:

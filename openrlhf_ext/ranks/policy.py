@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
     from openrlhf_ext.megatron.policy import MegatronPolicy
 
-_FIRST_UPDATE = {"abs_log_ratio": "abs_log_ratio", "loss/policy": "first/loss", "alignment": "first/alignment"}
+_FIRST_UPDATE = {
+    "abs_log_ratio": "abs_log_ratio", "loss/policy": "first/loss", "alignment": "first/alignment",
+    "ref_kl": "first/ref_kl",
+}  # fmt: skip
 """Metrics of the first update alone, and their names: by the later ones the weights have moved."""
 _SEEDS_PER_ROLLOUT = 1 << 20
 _VISIBLE = 0.01

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from openrlhf_ext.inputs import (
     INTEGER,
+    MAP,
     NUMBER,
     TEXT,
     InputError,
@@ -251,6 +252,14 @@ EVENTS = {
 """Kinds of events and their facts; docs/report.md shows this table."""
 
 _OF_THE_RUN = {"start", "ready", "resumed", "failure", "restart", "rollback", "interrupted", "end"}
+
+
+def run_options(path: Path) -> tuple[list[Record], str]:
+    """The options of every start that events.jsonl tells of, and which of start, failure and end came last."""
+    events = [event for _, event in read_lines(path)] if path.is_file() else []
+    starts = [check(each, str(path), {"options": MAP})["options"] for each in events if each.get("event") == "start"]
+    ends = [each["event"] for each in events if each.get("event") in ("start", "restart", "failure", "end")]
+    return starts, ends[-1] if ends else ""
 
 
 class EventLog(Writer):

@@ -129,6 +129,13 @@ METRICS = (
     Metric("update/second_moment", "1",
         "root of the mean of Adam's second moments of the same entries: begins near 0 where its states were lost"),
     Metric("update/adam_steps", "updates", "Adam's own count of its steps"),
+    Metric("update/grad_norm", "norm",
+        "global L2 norm of the gradient of the step's last update, behind the clip, as the optimizer used it: at most "
+        "`actor.max_norm`"),
+    Metric("update/beta1", "1", "Adam's, as its own parameter groups have it"),
+    Metric("update/beta2", "1", "the same"),
+    Metric("update/eps", "1", "the same"),
+    Metric("update/weight_decay", "1", "the same; of the groups that have most, others have none"),
     Metric("advantage/group_mean_abs", "1",
         "size of the mean advantage of a prompt's completions, mean over prompts; 0 of methods that compare within a "
         "group"),
@@ -146,6 +153,14 @@ METRICS = (
     Metric("mismatch/trained", "nats",
         "first update of the step: the same of the mean product of advantage and log-prob: which advantages the ranks "
         "gave to which tokens"),
+    Metric("mismatch/reference", "nats",
+        "first update of the step: difference between `algorithm/ref_kl` and `kl/reference` of the same tokens; only "
+        "with the estimator k3 in the loss"),
+    Metric("mismatch/rewards", "reward",
+        "greatest difference between a reward of the batch that was shaped and the one its completion was graded with: "
+        "0"),
+    Metric("response/distinct", "fraction",
+        "completions that differ from the others of their prompt, of all: 1 where none is there twice"),
     Metric("prompts/repeated", "prompts",
         "prompts of the step that were trained in the same episode before, more often than the data have them"),
     Metric("prompts/changed", "fraction",

@@ -432,7 +432,7 @@ def try_agent(
     RewardImportError for an agent that the run would refuse."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     length = len(tokenizer(prompt, add_special_tokens=False)["input_ids"]) + _ROOM
     request = GroupRequest(prompt, label, 1, Sampling(temperature, top_p, _ROOM // 2, length))
     executor = GradedAgentExecutor(agent, timeout_s, _NoFailure(0))

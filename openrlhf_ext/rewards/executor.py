@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -35,6 +36,7 @@ from openrlhf_ext.rollout.response import GroupRequest, Response
 logger = logging.getLogger(__name__)
 _BUSY_STATUSES = frozenset({408, 425, 429})
 _BODY_SHOWN = 500
+_LARGEST_BODY = 4 << 20  # bytes; an answer is a number or a few
 
 
 class _Retryable(Exception):
@@ -69,7 +71,7 @@ class HttpReward:
     ) -> RewardResult:
         """As ``Grader.grade``; servers get OpenRLHF's three, not the completion. Raises RewardError."""
         sample = (prompt, query.removeprefix(prompt) if completion is None else completion, label)
-        payload = {"query": [query], "prompts": [prompt], "labels": [label]}
+        payload = json.dumps({"query": [query], "prompts": [prompt], "labels": [label]}).encode()
         for attempt in range(self._retries + 1):
             url = next(self._urls)
             try:
@@ -86,25 +88,26 @@ class HttpReward:
         if self._session is not None:
             await self._session.close()
 
-    async def _request(self, url: str, payload: dict[str, Any], sample: tuple[str, str, Any]) -> RewardResult:
-        started, shown = time.perf_counter(), redact(url)
+    async def _request(self, url: str, payload: bytes, sample: tuple[str, str, Any]) -> RewardResult:
+        started, shown, session = time.perf_counter(), redact(url), self._open_session()
         try:
-            async with self._open_session().post(url, json=payload) as response:
-                await _check_status(response, shown, sample)
-                answer = await response.json(content_type=None)
+            async with session.post(url, data=payload, headers={"Content-Type": "application/json"}) as response:
+                body = await _body(response)
+            _check_status(response, body, shown, sample)
+            if len(body) > _LARGEST_BODY:
+                raise InvalidAnswer(f"answered more than {_LARGEST_BODY >> 20} MiB")
+            answer = json.loads(body.decode(response.charset or "utf-8"))
+            return parse_answer(answer, time.perf_counter() - started)
+        except (RewardError, _Retryable):
+            raise
         except TimeoutError:
             message = f"reward server {shown} did not answer within {self._timeout_s:g} s (--reward.timeout_s)"
             raise _Retryable(RewardTimeout, message) from None
         except aiohttp.ClientError as error:
             message = f"reward server {shown}: {type(error).__name__}: {redact(str(error))}"
             raise _Retryable(RewardServerError, message) from None  # its own text may have the whole address
-        except ValueError as error:
-            message = f"reward server {shown} answered something that is not JSON: {error}"
-            raise RewardInvalid(message, *sample) from error
-        try:
-            return parse_answer(answer, time.perf_counter() - started)
-        except InvalidAnswer as error:
-            raise RewardInvalid(f"reward server {shown} {error}", *sample) from error
+        except Exception as error:  # nesting raises RecursionError, a charset LookupError: a server may send anything
+            raise RewardInvalid(f"reward server {shown} gave no reward as JSON: {error}", *sample) from error
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._closed:
@@ -114,11 +117,21 @@ class HttpReward:
         return self._session
 
 
-async def _check_status(response: aiohttp.ClientResponse, url: str, sample: tuple[str, str, Any]) -> None:
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    """What a server sends; little more than ``_LARGEST_BODY`` of what is longer."""
+    body = bytearray()
+    async for chunk in response.content.iter_chunked(1 << 16):
+        body += chunk
+        if len(body) > _LARGEST_BODY:
+            break
+    return bytes(body)
+
+
+def _check_status(response: aiohttp.ClientResponse, body: bytes, url: str, sample: tuple[str, str, Any]) -> None:
     if response.status < 400:
         return
-    body = (await response.text())[:_BODY_SHOWN]
-    message = f"reward server {url} answered {response.status} {response.reason}: {body}"
+    said = body.decode(errors="replace")[:_BODY_SHOWN]
+    message = f"reward server {url} answered {response.status} {response.reason}: {said}"
     if response.status >= 500 or response.status in _BUSY_STATUSES:
         raise _Retryable(RewardServerError, message)
     raise RewardServerError(message, *sample)

@@ -71,7 +71,7 @@ class Answer:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, cwd="/"
         )
-        self._left = b""
+        self._left, self._told = b"", False
         self._give(_START_S)
         try:
             self._started()
@@ -82,12 +82,17 @@ class Answer:
             raise
 
     def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
-        """The value of one of its functions. Raises AnswerFailed; BadTests: an argument is no plain value."""
+        """The value of one of its functions. Raises AnswerFailed; BadTests: an argument is no plain value, and is not
+        made of those that the answer gave before."""
         try:
             given = encoded([list(arguments), keywords])
-        except TypeError as error:
-            raise BadTests(f"{name} is called with what no process can be sent: {error}") from error
-        return self._ask(name=name, arguments=given)
+        except (TypeError, ValueError) as error:
+            is_its_own = self._told and isinstance(error, ValueError)
+            kind = AnswerFailed if is_its_own else BadTests
+            raise kind(f"{name} is called with what no process can be sent: {error}") from error
+        value = self._ask(name=name, arguments=given)
+        self._told = True
+        return value
 
     def close(self) -> None:
         """Kills the process, whatever it is at."""

@@ -79,10 +79,13 @@ def limit(memory_mib: int, cpu_s: int) -> None:
 
 
 def encoded(value: Any, depth: int = 0) -> Any:
-    """A plain value as JSON has it: containers other than lists with their kind. Raises TypeError: it is not plain."""
+    """A plain value as JSON has it: containers other than lists with their kind. Raises TypeError: it is not plain;
+    ValueError: it is what plain values come to in a container or a power, too deep or complex."""
     if depth > _LARGEST_DEPTH:
-        raise TypeError(f"nested more than {_LARGEST_DEPTH} deep")
+        raise ValueError(f"nested more than {_LARGEST_DEPTH} deep")
     kind = type(value)
+    if kind is complex:
+        raise ValueError("a complex number is no plain value")
     if value is None or kind in (bool, int, float, str):
         return value
     if kind is list:

@@ -120,7 +120,7 @@ class RolloutEngine(compat.RolloutRayActor):
         self._configure_device_env(engine_args.get("distributed_executor_backend"), bundle_indices, num_gpus)
         self._configure_vllm_env(packaging_version, vllm, full_determinism=False)
         self.executor = executor_factory()
-        self._tokenizer = compat.get_tokenizer(engine_args["model"], None, "left", None, use_fast=fast_tokenizer)
+        self._tokenizer = compat.get_tokenizer(engine_args["model"], use_fast=fast_tokenizer)
         self.kwargs = {
             "worker_extension_cls": worker_extension.QUALIFIED_NAME,
             "scheduler_cls": scheduler.QUALIFIED_NAME,

@@ -1,8 +1,9 @@
 """The corridor of trusted runs: for every step and metric a band, which a run of the same recipe should not leave.
 
 A band is made of the values that the trusted runs have at a step and its neighbors, with twice as much room on either
-side as they span (of logarithms, where all are positive); what is the same in all runs at a step has no room. Metrics
-that say how well two computations agree may be ten times as large: rounding differs between machines.
+side as they span (of logarithms, where all are positive). A metric that is the same in all runs at every step has
+neither neighbors nor room. Metrics that say how well two computations agree may be ten times as large: rounding differs
+between machines.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from openrlhf_ext.inputs import (
     map_with,
     or_null,
     read_text,
+    shown,
 )
 from openrlhf_ext.options import Violation
 from openrlhf_ext.options.table import Configuration
 from openrlhf_ext.reporting import EventLog, read_metrics
-from openrlhf_ext.reporting.lines import read_lines
+from openrlhf_ext.reporting.lines import run_options
 from openrlhf_ext.reporting.names import is_documented, unit_of
 
 if TYPE_CHECKING:
@@ -45,9 +47,13 @@ logger = logging.getLogger(__name__)
 
 # what differs between runs of a recipe: places, times, machines, layouts, and the seed
 _FREE = re.compile(
-    r"(ckpt|logger|profile|weight_sync)\.|dry_run|strict|.*(path|dataset|split|_url|_timeout_s|seed|restarts|_nodes|"
-    r"gpus_per_node|num_engines|min_engines|num_workers|parallel_size|virtual_pipeline_size|recompute.*|overlap_.*|bucket_size|"
-    r"_mib|_gib|layout|offload|enable_sleep|max_requests|max_num_.*|corridor.*|environment|head|head_kernels|tflops)$"
+    r"(ckpt|logger|profile|weight_sync)\.|dry_run|strict|.*(path|dataset|split|_url|timeout_s|max_minutes|seed|restarts|"
+    r"_nodes|gpus_per_node|num_engines|min_engines|num_workers|parallel_size|virtual_pipeline_size|pipeline_num_layers|"
+    r"sequence_parallel_enable|distributed_optimizer_enable|recompute.*|gradient_checkpointing_enable|overlap_.*|"
+    r"bucket_size|colocate_.*|micro_batch_size|generate_batch_size|dynamic_batch_enable|max_tokens_per_gpu|"
+    r"share_prompts_enable|sync_backend|enable_prefix_caching|enforce_eager|max_cudagraph_capture_size|"
+    r"gpu_memory_utilization|_mib|_gib|layout|offload|enable_sleep|max_requests|max_num_.*|corridor.*|environment|head|"
+    r"head_kernels|tflops|save_value_network)$"
 )
 _MACHINE = ("time", "time/", "throughput/", "memory/", "rank/", "offload/", "step", "label", "engines/", "packs/")
 # of the few tokens that completions share: twenty runs do not say how far these go in another one
@@ -57,16 +63,18 @@ _AGREEMENT = re.compile(
     r"(kl/rollout|mismatch/(?!ess)|weight_sync/probe|guide/rollout|algorithm/(abs_log_ratio|policy_kl)|"
     r"advantage/group_mean)"
 )
-_FEWEST = 3
+_FEWEST = 5  # of three, most clean runs leave the corridor
+_ROUNDING = 1e-9
 _ROOM = 2.0
 _SHARE = 0.03
 _SHOWN = 6
 _CAUSES = (
-    (r"kl/rollout|mismatch/(?!loss|trained)|weight_sync/probe|algorithm/abs_log_ratio",
+    (r"kl/rollout|mismatch/(?!loss|trained|re)|weight_sync/probe|algorithm/abs_log_ratio",
      "engines sample from other weights, at another temperature or top_p, or from other tokens than the policy scores; "
      "or one of them computes in another precision"),
-    (r"kl/reference|kl/coef|algorithm/ref_kl", "the reference model, or the coefficient of the penalty, is another"),
-    (r"advantage/|mismatch/(loss|trained)",
+    (r"kl/reference|kl/coef|algorithm/ref_kl|mismatch/reference",
+     "the reference model, the coefficient of the penalty, or its estimator is another"),
+    (r"advantage/|mismatch/(loss|trained|rewards)",
      "rewards, advantages or masks are of other completions, or the loss is another"),
     (r"grad_norm|loss/", "the loss is scaled, averaged or masked in another way, or lacks a term"),
     (r"update/|value/update", "learning rate, optimizer state, or what is trained, is other than it was"),
@@ -126,11 +134,11 @@ class Corridor:
 
     def faults(self, config: Configuration) -> list[str]:
         """The options in which the run is of another recipe than the trusted ones."""
-        now = recipe(shown_options(config))
+        now, trusted = recipe(shown_options(config)), recipe(self.options)  # a file may be older than what is free now
         return [
-            f"{name} is {now.get(name)!r}, in the trusted runs {self.options.get(name)!r}"
-            for name in sorted({*now, *self.options})
-            if now.get(name) != self.options.get(name)
+            f"{name} is {shown(now.get(name))}, in the trusted runs {shown(trusted.get(name))}"
+            for name in sorted({*now, *trusted})
+            if now.get(name) != trusted.get(name)
         ]
 
 
@@ -209,7 +217,7 @@ def read_corridor(path: str | Path) -> Corridor:
 
 
 def make_corridor(folders: Sequence[Path]) -> dict[str, Any]:
-    """Of the run folders of trusted runs, as JSON. Raises InputError: there are less than three, one is no whole run,
+    """Of the run folders of trusted runs, as JSON. Raises InputError: there are less than five, one is no whole run,
     or their options or steps are not those of the first."""
     if (count := len({folder.resolve() for folder in folders})) < max(_FEWEST, len(folders)):
         raise InputError(
@@ -243,11 +251,10 @@ def is_banded(metric: str) -> bool:
 def _options(folder: Path) -> Mapping[str, Any]:
     """With which it started last. Raises InputError: it did not end in order."""
     path = folder / "events.jsonl"
-    events = [record for _, record in read_lines(path) if record.get("event") in ("start", "end", "failure")]
-    starts = [check(record, str(path), {"options": MAP})["options"] for record in events if record["event"] == "start"]
+    starts, last = run_options(path)
     if not starts:
         raise InputError(f"{path} tells of no start: {folder} is not the folder of a run")
-    if events[-1]["event"] != "end":
+    if last != "end":
         raise InputError(f"{path} tells of no end in order: trust whole runs only")
     return starts[-1]
 
@@ -266,8 +273,10 @@ def bands_of(
     """Of every step; None where not all runs have the metric. ``runs``: records by step."""
     values = [[run[step][metric] for run in runs if metric in run.get(step, {})] for step in range(1, steps + 1)]
     whole = [each if len(each) == len(runs) and all(map(math.isfinite, each)) else [] for each in values]
-    # what is the same in all runs is not like it is at other steps: a learning rate, a count
-    near = [each if len({*each}) == 1 else sum(whole[max(0, i - 1) : i + 2], []) for i, each in enumerate(whole)]
+    # what is the same in all runs at every step is not like it is at other steps: a learning rate, a count; at one step
+    # alone runs agree by chance
+    reach = int(any(len({*each}) > 1 for each in whole))
+    near = [sum(whole[max(0, i - reach) : i + reach + 1], []) for i in range(steps)]
     signed = any(value < 0 for each in whole for value in each)
     return [_band(metric, values, signed) if each else None for each, values in zip(whole, near, strict=True)]
 
@@ -276,13 +285,13 @@ def _band(metric: str, values: Sequence[float], signed: bool) -> tuple[float, fl
     """``signed``: the metric was negative at some step; it may be at those where it was not."""
     low, high = min(values), max(values)
     if _AGREEMENT.match(metric):
-        most = max(10 * max(high, -low), 1e-9)
+        most = max(10 * max(high, -low), _ROUNDING)
         return -most, most
-    if low > 0 and not signed:
+    if low > _ROUNDING and not signed:  # logarithms of rounding span everything
         room = _ROOM * math.log(high / low) + 1e-6
         low, high, least, most = low * math.exp(-room), high * math.exp(room), low, high
     else:
-        room = _ROOM * (high - low) + 1e-9
+        room = _ROOM * (high - low) + _ROUNDING
         low, high, least, most = low - room, high + room, low, high
     # of shares, and of what a user counts: a sample more or less where the trusted runs had none
     share = _SHARE * max(1.0, abs(most)) if unit_of(metric) in ("fraction", "") else 0.0

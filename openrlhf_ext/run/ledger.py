@@ -17,8 +17,8 @@ from pathlib import Path
 from string import hexdigits
 from typing import Any
 
-from openrlhf_ext.inputs import INTEGER, TEXT, InputError, Kind, check, is_integer, list_of
-from openrlhf_ext.reporting.lines import JsonLines, Record, read_lines, step_of
+from openrlhf_ext.inputs import INTEGER, InputError, Kind, check, is_integer, list_of
+from openrlhf_ext.reporting.lines import JsonLines, Record, read_lines, run_options, step_of
 
 LEDGER = "ledger.jsonl"
 USED_UP, TIME_IS_UP = "the prompts are used up", "train.max_minutes"
@@ -32,8 +32,16 @@ _HASH = Kind("16 hexadecimal digits", lambda v: isinstance(v, str) and len(v) ==
 _ENTRY = Kind("[number, digest]", lambda v: isinstance(v, list) and [*map(type, v)] == [int, str] and _HASH.holds(v[1]))
 _COUNT = Kind("a number from 1 on", lambda value: is_integer(value) and value > 0)
 _LINE = {"drawn": INTEGER, "waiting": list_of(INTEGER)}
-_PARTS = {"step": INTEGER, "end": INTEGER, "why": TEXT, **dict.fromkeys(REASONS, list_of(_ENTRY))}
+_WHY = Kind(f"{USED_UP} or {TIME_IS_UP}", lambda value: value in (USED_UP, TIME_IS_UP))
+_PARTS = {"step": INTEGER, "end": INTEGER, "why": _WHY, **dict.fromkeys(REASONS, list_of(_ENTRY))}
 _START = {"step": INTEGER, "prompts": _COUNT, "episodes": _COUNT, "skipped_overlong": INTEGER, "episode": _HASH}
+
+# the option without which no prompt, and no run, ends so
+_NEEDS = {
+    "filtered": "algo.dynamic_filtering_enable", "late": "train.late_groups", "unstarted": "train.agent_func_path",
+    "skipped": "train.rollback_on", **dict.fromkeys(("in_flight", "queued", TIME_IS_UP), TIME_IS_UP),
+}  # fmt: skip
+_WITHOUT = (None, False, "train", "wait")  # values of these options
 
 
 def digest(text: str, label: Any) -> str:
@@ -77,10 +85,11 @@ class Repeats:
 
 
 class Audit:
-    """What a ledger comes to. ``faults``: prompts that are lost, doubled or unknown, episodes that are not the data;
-    empty = it holds. ``counts``: of prompts by reason; ``waiting``: drawn, and not settled; ``end``: why the run ended,
-    None = it goes on, or did not end in order; ``proved``: episodes that are all prompts of the data, each once;
-    ``since``: the step from which on it accounts. Raises InputError: there is no ledger, or it is damaged."""
+    """What a ledger comes to. ``faults``: prompts that are lost, doubled or unknown, episodes that are not the data,
+    and what the options in events.jsonl do not allow; empty = it holds. ``counts``: of prompts by reason; ``waiting``:
+    drawn, and not settled; ``end``: why the run ended, None = it goes on, or did not end in order; ``proved``: episodes
+    that are all prompts of the data, each once; ``since``: the step from which on it accounts. Raises InputError: there
+    is no ledger, or it is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.faults, self.counts, self.waiting = list[str](), Counter[str](), set[int]()
@@ -89,11 +98,19 @@ class Audit:
         self._data = Record()
         self._settled: dict[int, tuple[str, str]] = {}  # number -> digest, and where
         self._starts: dict[int, int] = {}  # prompts drawn before -> step
+        starts, last = run_options(path.with_name("events.jsonl"))
+        self._sizes = {each["rollout.batch_size"] for each in starts if "rollout.batch_size" in each}
         for number, line in read_lines(path):
             where = f"{path}, line {number}"
             self._read(check(line, where, _LINE, _PARTS), where)
         if not self._data:
             raise InputError(f"{path} has no line yet")
+        for reason, name in _NEEDS.items() if starts else ():
+            count = self.counts[reason]
+            if (count or self.end == reason) and all(one.get(name, True) in _WITHOUT for one in starts):
+                self.faults.append(f"{reason} ended {count} prompts, or the run, and {name} does not allow it")
+        if last == "end" and self.end is None:
+            raise InputError(f"{path} has no end, and events.jsonl has one; lines are missing")
         self._check_last(path)
         self._check_episodes()
 
@@ -136,6 +153,10 @@ class Audit:
         for number, times in sorted(Counter(line["waiting"]).items()):
             if times > 1 or number not in self.waiting:
                 self.faults.append(f"prompt {number} waits {when}, {times} times, and is {self._fate(number)}")
+        due, count = self._data["prompts"] * self._data["episodes"], len(line.get("trained", ()))
+        is_last = not line["waiting"] and line["drawn"] >= due
+        if "step" in line and not starts and self._sizes and count not in self._sizes and not is_last:
+            self.faults.append(f"step {step} trained {count} prompts, rollout.batch_size is {sorted(self._sizes)}")
         self.waiting, self.drawn, self.step, self.end = set(line["waiting"]), line["drawn"], step, line.get("why")
 
     def _start(self, line: Record, where: str) -> None:

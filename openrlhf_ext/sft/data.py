@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,14 +39,13 @@ def read_examples(config: SupervisedConfig) -> tuple[SequenceBatch, SequenceBatc
     """The examples of data.dataset and of eval.dataset as token ids. Raises InputError: records cannot be used, or
     nothing is left."""
     # late: one rank reads, the others need no OpenRLHF
-    from openrlhf_ext.compat import DriverStrategy, get_tokenizer, quiet_upstream_logs
+    from openrlhf_ext.compat import get_tokenizer, quiet_upstream_logs
 
     if not config.logger.verbose:
         quiet_upstream_logs()
     data = config.data
-    strategy = DriverStrategy(SimpleNamespace(data=data, use_ms=False))
     path = required(config.model.model_name_or_path, "model.model_name_or_path")
-    tokenizer = get_tokenizer(path, None, "right", strategy, use_fast=not data.disable_fast_tokenizer)
+    tokenizer = get_tokenizer(path, "right", use_fast=not data.disable_fast_tokenizer)
     if data.tokenizer_chat_template is not None:
         tokenizer.chat_template = data.tokenizer_chat_template
     paths = required(data.dataset, "data.dataset")

@@ -165,7 +165,8 @@ class Supervised:
     def _example_gauges(self, arrays: Arrays) -> ExampleGauges:
         self.known = 0.0 if self.held_out is None else known_fraction(self.held_out, self.examples)
         path = Path(required(self.config.model_path, "model.model_name_or_path"))
-        tokenizer = AutoTokenizer.from_pretrained(path, use_fast=not self.config.data.disable_fast_tokenizer)
+        fast = not self.config.data.disable_fast_tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, use_fast=fast)
         ends = end_tokens(saved_generation_config(path), tokenizer)
         return ExampleGauges(self.examples, self.per_epoch, ends, arrays.get("trained"))
 

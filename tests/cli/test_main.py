@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_ext import __version__
-from openrlhf_ext.cli.main import _COMMANDS, main
+from openrlhf_ext.cli.main import _COMMANDS, main, silence_libraries
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -88,3 +89,15 @@ def test_a_reader_that_has_read_enough_gets_no_traceback(words):
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_warnings_of_a_library_that_sets_its_own_level_are_not_shown(capfd):
+    silence_libraries()
+    log = logging.getLogger("DeepSpeed")
+    log.addHandler(handler := logging.StreamHandler(sys.stdout))
+    log.setLevel(logging.INFO)  # as its import does
+    log.warning("Setting accelerator to CPU.")
+    log.error("broken")
+    log.removeHandler(handler)
+    told = capfd.readouterr()
+    assert "accelerator" not in told.out + told.err and "broken" in told.out

@@ -15,6 +15,7 @@ from openrlhf_ext.config.file_rules import checkpoint_bytes
 from openrlhf_ext.config.files import DatasetRef, parameter_count, require_definition
 from openrlhf_ext.config.records import Scan, Wanted, open_source, scan_records
 from openrlhf_ext.inputs import InputError
+from tests.config.conftest import load_supervised
 
 
 def test_the_model_must_be_there(problems):
@@ -84,6 +85,32 @@ def test_the_model_folder_must_hold_a_tokenizer(run_dir: Path, problems):
     assert "is a checkpoint to resume from (ckpt.load_enable), not a model" in problems()[0]
     (message,) = problems("--actor.model_name_or_path", "model/config.json")
     assert "model/config.json is a file: give the folder that holds" in message
+
+
+def test_code_of_a_model_folder_is_said_not_to_run(run_dir: Path, problems, load):
+    for name in ("config.json", "tokenizer_config.json"):
+        path = run_dir / "model" / name
+        settings = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(settings | {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}))
+    words = ["--model.model_name_or_path", "model", "--data.dataset", "train.jsonl", "--data.input_key", "question",
+             "--data.output_key", "answer", "--data.max_len", "64"]  # fmt: skip
+    for warnings in (load().warnings, load_supervised(words).warnings):
+        (said,) = [each for each in warnings if "Python code" in each]
+        assert "model names Python code of its own (auto_map), which is not executed" in said
+        assert "where the tokenizer needs it" in said and "save it as tokenizer.json" in said
+    (run_dir / "model/tokenizer.json").unlink()
+    (run_dir / "model/vocab.json").touch()
+    (message,) = problems()
+    assert "has a tokenizer that is Python code of its own, which is not executed; if you trust it, save" in message
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.gguf", "c.00.pth"])
+def test_weights_that_are_no_safetensors_are_refused(run_dir: Path, problems, name):
+    (run_dir / "model" / name).touch()
+    assert problems() == [], "beside safetensors nobody reads them"
+    (run_dir / "model/model.safetensors").unlink()
+    (message,) = problems()
+    assert f"model has its weights in {name} alone: safetensors are needed" in message and "save_pretrained" in message
 
 
 def test_prompts_go_through_a_chat_template_only_if_there_is_one(run_dir: Path, problems):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf_ext.cli.train_sft import main
+from openrlhf_ext.config.rules import launcher
 from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.config.show import format_options
 from openrlhf_ext.options import ConfigError, value_of
@@ -35,6 +37,35 @@ def faults(words: list[str]) -> list[str]:
     with pytest.raises(ConfigError) as raised:
         load_supervised(words)
     return [violation.message for violation in raised.value.violations]
+
+
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_PORT": "29500", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(("changes", "ranks", "said"), [
+    ({}, 4, ""), ({}, None, ""), ({"WORLD_SIZE": "8"}, 4, ""), ({"LOCAL_WORLD_SIZE": None}, 2, ""),
+    ({"WORLD_SIZE": None, "LOCAL_WORLD_SIZE": None}, 3, ""),  # the command starts ranks itself
+    ({}, 3, "model.num_gpus_per_node 3 contradicts the launcher, which started 4 ranks (WORLD_SIZE)"),
+    ({"LOCAL_WORLD_SIZE": None}, 3, "model.num_gpus_per_node 3 contradicts the launcher"),
+    ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": None}, 2, "model.num_gpus_per_node 2 contradicts the launcher"),
+])  # fmt: skip
+def test_what_a_launcher_says_is_held_against_the_options(words, monkeypatch, changes, ranks, said):
+    for name, value in (LAUNCHED | changes).items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    config = load_supervised([*words, "--train.batch_size", "24", "--train.micro_batch_size", "1"])
+    changed = config.model.model_copy(update={"num_gpus_per_node": ranks})
+    told = "\n".join(fault.message for fault in launcher(config.model_copy(update={"model": changed})))
+    assert told.startswith(said) and bool(told) == bool(said)
+
+
+@pytest.mark.parametrize("value", ["two", "-1", "", "1.0", "x" * 1000])
+def test_variables_of_a_launcher_that_are_no_numbers_are_one_report(words, monkeypatch, capsys, value):
+    for name in LAUNCHED:
+        monkeypatch.setenv(name, value)
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("5 problems in the configuration:") and len(told) < 2000
+    assert all(f"- {name} must be a whole number, as a launcher sets it" in told for name in LAUNCHED)
 
 
 class TestOpenRLHF:

@@ -11,6 +11,7 @@ import traceback
 import pytest
 from ray.exceptions import RayTaskError
 
+from openrlhf_ext.checkpoints import CheckpointError
 from openrlhf_ext.driver import cluster
 from openrlhf_ext.driver.cluster import MixedCluster, RaySession, start_with_retries
 from openrlhf_ext.driver.waits import DeadlineExceeded
@@ -38,6 +39,15 @@ def test_a_reward_function_that_fails_is_shown_without_our_own_frames() -> None:
     failed = RewardFailureLimit("11 samples could not be graded. The last failure: ValueError: my bug")
     text = session.describe_failure(RayTaskError("generate", "Traceback: executor.py, pool.py", failed))
     assert text == f"RewardFailureLimit: {failed}"
+
+
+def test_a_full_disk_is_said_without_frames() -> None:
+    session = RaySession(policy_ranks=1, engines=1, env={}, verbose=False)
+    said = "cannot write /c/model.safetensors after 8 bytes: [Errno 27] File too large"
+    with pytest.raises(CheckpointError) as raised:
+        raise CheckpointError(said) from OSError(27, "File too large")
+    error = _remote(raised.value.with_traceback(None))  # whose frames are none of the user's
+    assert session.describe_failure(error) == f"CheckpointError: {said}"
 
 
 def test_an_error_in_a_users_file_is_shown_by_its_own_lines(tmp_path) -> None:

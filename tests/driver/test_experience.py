@@ -5,6 +5,7 @@ import json
 import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +13,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_ext.algorithms import RolloutBatch, get_algorithm
+from openrlhf_ext.algorithms import RolloutBatch, get_algorithm, kl
 from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.algorithms.kl import KLPenalty
 from openrlhf_ext.algorithms.methods.grpo import Grpo, GrpoOptions
 from openrlhf_ext.checkpoints.files import plain_copy
-from openrlhf_ext.driver.experience import ExperienceMaker, responses_of, training_shards
+from openrlhf_ext.driver import experience
+from openrlhf_ext.driver.experience import ExperienceMaker, responses_of, rollout_batch, training_shards
+from openrlhf_ext.driver.gauges import recounted
 from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.driver.scoring import KLCoefficient, RewardScorer, Scorer, deal
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
+from openrlhf_ext.options.sections import Actor
+from openrlhf_ext.ranks.movement import impossible
+from openrlhf_ext.reporting import is_documented
 from tests.driver.simulated import response
 from tests.ranks.helpers import LocalGroup, get
 
@@ -143,6 +149,39 @@ def test_groups_become_shards_with_rewards_truncation_and_the_coefficient_of_the
     losses = [mini for shard in experience.shards for mini in shard.mini_batches if len(mini)]
     assert losses and {mini.algorithm.kl.coef for mini in losses} == {0.5 * 1.2}, "as it was steered to"
     assert [shard.seed for shard in experience.shards] == [1, 1]
+
+
+def test_a_reward_that_changed_behind_its_receipt_is_seen(monkeypatch) -> None:
+    """One of many rows hardly moves a correlation."""
+    made = maker(KLCoefficient(0.5))
+    groups = [graded(number) for number in range(8)]
+    assert made.make(groups, 4, get).metrics["mismatch/rewards"] == 0.0
+
+    def spoiled(*arguments: Any) -> RolloutBatch:
+        rollout = rollout_batch(*arguments)
+        return dataclasses.replace(rollout, rewards=torch.cat([rollout.rewards[:-1], rollout.rewards[-1:] + 1e-6]))
+
+    monkeypatch.setattr(experience, "rollout_batch", spoiled)
+    found = made.make(groups, 4, get).metrics
+    assert found["mismatch/rewards"] == pytest.approx(1e-6) and is_documented("mismatch/rewards")
+    assert impossible(found, Actor()) == ["mismatch/rewards is 1e-06"]
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_an_estimator_that_driver_and_ranks_have_wrong_alike_is_seen(monkeypatch, exchanged, cut) -> None:
+    made = maker(KLCoefficient(0.5), replicas=1)
+    made.mini_batch_size = 4
+    if exchanged:
+        monkeypatch.setitem(kl.KL_ESTIMATORS, "k3", lambda new_N, ref_N: kl.kl_k3(ref_N, new_N))
+    found = made.make([graded(0, truncated=(False, cut)), graded(1)], 4, get)
+    ((mini,),) = (shard.mini_batches for shard in found.shards)
+    loss = mini.algorithm.loss(mini.old_logprobs, mini)
+    first = {"first/loss": float(loss.value), "first/ref_kl": float(loss.metrics["ref_kl"])}
+    gauges = recounted(found.metrics | first)
+    assert is_documented("mismatch/reference") and gauges["mismatch/loss"] < 1e-6
+    assert (gauges["mismatch/reference"] > 1e-3) == exchanged
+    assert exchanged or gauges["mismatch/reference"] < 1e-6
 
 
 @pytest.mark.parametrize("source", ["update", "engine"])

@@ -335,20 +335,22 @@ def test_prompts_are_compared_with_their_tokens():
     made = [response("ab", 1, 1) for _ in range(4)]
     made = [dataclasses.replace(r, tokens_S=np.array([1, 1, 9, 4], np.int32)) for r in made]
     assert text_metrics(["ab", "cd"], made, Letters(), {4}) == {
-        "prompts/length_mean": 2.0, "prompts/changed": 0.0, "response/ended": 1.0}  # fmt: skip
+        "prompts/length_mean": 2.0, "prompts/changed": 0.0, "response/ended": 1.0,
+        "response/distinct": 0.5}  # fmt: skip
     made[2] = dataclasses.replace(made[2], tokens_S=np.array([1, 7, 9, 5], np.int32))
     got = text_metrics(["ab", "cd"], made, Letters(), {4})
-    assert (got["prompts/changed"], got["response/ended"]) == (0.5, 0.75)
+    assert (got["prompts/changed"], got["response/ended"], got["response/distinct"]) == (0.5, 0.75, 0.75)
     cut = [dataclasses.replace(each, truncated=True) for each in made]
     assert "response/ended" not in text_metrics(["ab", "cd"], cut, Letters(), {4})
 
 
 def test_movement_of_all_ranks_is_one_number():
-    moved = [Moved(float(rank), 4.0, entries=2, parameters=4, still=rank, adam_steps=5) for rank in (1, 3)]
+    more = {"gradient_square": 2.0, "adam": (0.9, 0.95, 1e-8, 0.0)}
+    moved = [Moved(float(rank), 4.0, entries=2, parameters=4, still=rank, adam_steps=5, **more) for rank in (1, 3)]
     reports = [RankReport(rank, "node", "cpu", {}, 1, moved=each) for rank, each in enumerate(moved)]
     got = rank_gauges(reports)
     assert got["update/rms"] == 1.0 and got["update/second_moment"] == pytest.approx(math.sqrt(2.0))
-    assert (got["update/still"], got["update/adam_steps"]) == (0.5, 5.0)
+    assert (got["update/still"], got["update/adam_steps"], got["update/grad_norm"]) == (0.5, 5.0, 2.0)
     assert "update/rms" not in rank_gauges([RankReport(0, "node", "cpu", {}, 1)])
 
 

@@ -153,6 +153,20 @@ def test_whatever_is_given_up_is_counted_and_named_once() -> None:
     assert made.account() == {"drawn": 3, "waiting": []}
 
 
+def test_going_back_counts_what_was_given_up_once() -> None:
+    """As often as a run goes back: the counts are those of the checkpoint, whatever came after it."""
+    made = rollouts(Requests(at_once=True), prompts=20)
+    for gone_back in range(1, 4):
+        state, finished, in_flight = made.snapshot()
+        spoiled = made.take(0)
+        made.skip(group.prompt.number for group in spoiled)
+        made.restore(state, finished, in_flight)
+        made.take(0)
+        named = made.account()["skipped"]
+        assert made.dropped == {"filtered": 0, "late": 0, "unstarted": 0, "skipped": 2 * gone_back}
+        assert [number for number, _ in named] == numbers(spoiled)
+
+
 def test_filtering_that_leaves_nothing_ends_the_run() -> None:
     made = rollouts(Requests(at_once=True), prompts=99, filter_range=(0.6, 1.0), max_filter_batches=3)
     words = "used 7 prompts for one batch of 2.*between 0.6 and 1, 0 have unlike scores.*--rollout.max_filter_batches"

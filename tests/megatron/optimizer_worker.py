@@ -69,6 +69,8 @@ def with_a_bad_gradient(policy: MegatronPolicy, batch, shaped, bad: float) -> st
     return refused(policy, policy.optimizer_step)
 
 
+MAX_NORM = 0.1
+
 # read values of the host, or are not called on a GPU with TransformerEngine: the head looks on a CPU only
 NOT_THE_DEVICES = {
     "check_call", "check_finite_hidden", "check_finite_statistics", "_expect_scale", "_times",
@@ -100,7 +102,7 @@ def run_cases(cases: list[dict], ranks: int) -> list[dict]:
     results = []
     for case in cases:
         megatron = Megatron(param_dtype="fp32", distributed_optimizer_enable=case["distributed"])
-        optimizer = Actor(adam=Adam(lr=1e-3), lr_scheduler="constant")
+        optimizer = Actor(adam=Adam(lr=1e-3), lr_scheduler="constant", max_norm=MAX_NORM)
         layout = ParallelLayout(ranks, **case["layout"])
         initialize_distributed(layout, PATIENCE_S, 1234)
         policy = MegatronPolicy(ModelSettings(case["model"], layout, megatron, optimizer=optimizer))
@@ -110,6 +112,7 @@ def run_cases(cases: list[dict], ranks: int) -> list[dict]:
         if not case["distributed"]:
             result["grads"] = {name: float(g.norm()) for name, g in policy.export(lambda p: p.main_grad)}
         step = policy.optimizer_step()
+        result["square"] = policy.gradient_square()
         again = policy.train_step(batch, shaped, shaped)
         with counted_reads() as reads:
             policy.train_step(batch, shaped, shaped)

@@ -47,6 +47,8 @@ def test_groups_in_every_layout(tmp_path):
             assert groups == pytest.approx(expected, rel=1e-5), case
             total = math.sqrt(sum(norm**2 for norm in groups.values()))
             assert total == pytest.approx(result["grad_norm"], rel=1e-5), case
+            behind_clip = math.sqrt(sum(other[cases.index(case)]["square"] for other in results))
+            assert behind_clip == pytest.approx(min(total, 0.1), rel=1e-4), case
             assert ("grad_norm/head" in groups) == (case["model"] == models[False])
             others = {"grad_norm/head", "grad_norm/router", "grad_norm/experts"}
             assert {f"grad_norm/{g}" for g in GROUPS} - others <= set(result["step"])

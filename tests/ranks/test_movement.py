@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from openrlhf_ext.megatron import checkpoint
 from openrlhf_ext.megatron.checkpoint import OptimizerRange
-from openrlhf_ext.ranks.movement import Movement
+from openrlhf_ext.options.sections import Actor, Adam
+from openrlhf_ext.ranks.movement import Movement, impossible, movement_gauges
+from openrlhf_ext.reporting import is_documented
 
 
 @pytest.fixture
@@ -27,7 +30,9 @@ def policy(monkeypatch):
     }
     monkeypatch.setattr(checkpoint, "optimizer_ranges", lambda optimizer: ranges)
     monkeypatch.setattr(checkpoint, "optimizer_step", lambda optimizer: 3)
-    return SimpleNamespace(chunks=[chunk], optimizer="adam", ranges=ranges)
+    groups = [{"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": decay} for decay in (0.0, 0.1)]
+    optimizer = SimpleNamespace(param_groups=groups)
+    return SimpleNamespace(chunks=[chunk], optimizer=optimizer, ranges=ranges, gradient_square=lambda: 4.0)
 
 
 def test_movement_of_a_sample(policy):
@@ -43,6 +48,19 @@ def test_movement_of_a_sample(policy):
     assert (moved.entries, moved.parameters, moved.still, moved.adam_steps) == (1024 + 4, 2, 0, 3)
     assert moved.squares == pytest.approx(1024 * 1e-12 + 2 * 4.0) and moved.second_moments == 20.0
     assert movement.take() is None, "told once"
+    gauges = movement_gauges([moved, dataclasses.replace(moved, gradient_square=5.0)])
+    told = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_norm": 3.0}
+    assert {name: gauges[f"update/{name}"] for name in told} == told and all(map(is_documented, gauges))
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("update/beta2", 0.5), ("update/weight_decay", 0.1), ("update/eps", 1e-5), ("mismatch/rewards", 1e-9),
+])  # fmt: skip
+def test_what_the_options_rule_out_is_named(name, value):
+    options = Actor(adam=Adam(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0))
+    right = {"update/beta1": 0.9, "update/beta2": 0.95, "update/eps": 1e-8, "update/weight_decay": 0.0}
+    assert impossible(right | {"mismatch/rewards": 0.0, "grad_norm": 1.0}, options) == impossible({}, options) == []
+    assert impossible(right | {name: value}, options) == [f"{name} is {value:g}"]
 
 
 def test_what_stands_still_is_counted(policy):

@@ -123,6 +123,38 @@ def test_an_invalid_answer_is_refused(text: str) -> None:
         grade_with(handler)
 
 
+@pytest.mark.parametrize(("text", "charset"), [
+    ("[" * 200_000, "utf-8"), ("1e400", "utf-8"), ('{"rewards": 1}', "base64"), ('{"rewards": 1}', "none-such"),
+    ("\u00e9", "latin-1"), ("\u00e9", "utf-8"), ("", "utf-8"), (f'{{"rewards": {"[" * 900}{"]" * 900}}}', "utf-8"),
+    (f'{{"rewards": {"9" * 5000}}}', "utf-8"),
+])  # fmt: skip
+@pytest.mark.parametrize("status", [200, 404, 500])
+def test_whatever_a_server_sends_is_a_failure_of_the_sample(text: str, charset: str, status: int) -> None:
+    async def handler(_: web.Request) -> web.Response:
+        kind = {"Content-Type": f"application/json; charset={charset}"}
+        return web.Response(status=status, body=text.encode("latin-1"), headers=kind)
+
+    with pytest.raises(RewardInvalid if status == 200 else RewardServerError):
+        grade_with(handler, retries=0)
+
+
+@pytest.mark.parametrize("status", [200, 404, 500])
+def test_a_body_without_an_end_is_read_up_to_its_bound(status: int) -> None:
+    sent = 0
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        response = web.StreamResponse(status=status)
+        await response.prepare(request)
+        while True:
+            await response.write(b"9" * (1 << 16))
+            sent += 1 << 16
+
+    with pytest.raises(RewardInvalid if status == 200 else RewardServerError, match="4 MiB|answered [45]0"):
+        grade_with(handler, retries=0)
+    assert sent < 16 << 20
+
+
 def test_grading_after_close_is_refused() -> None:
     async def run() -> None:
         grader = HttpReward(["http://127.0.0.1:9"])

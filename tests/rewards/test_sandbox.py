@@ -173,6 +173,22 @@ def test_tests_that_no_answer_can_pass_are_an_error(tests: str, why: str) -> Non
         run_asserts(RIGHT, tests, LIMITS)
 
 
+@pytest.mark.parametrize(("given", "why"), [
+    ("x = 1\n  for _ in range(49): x = [x]", "nested more than 50 deep"), ("x = -2", "a complex number"),
+])  # fmt: skip
+def test_a_value_of_the_answer_that_cannot_be_sent_on_earns_nothing(given: str, why: str) -> None:
+    """Neither at once nor by way of a name; what the tests pass of their own stays their fault."""
+    code = f"def add(a, b):\n  {given}\n  return x"
+    for tests in (
+        "assert add([add(1, 1) ** 0.5] if add(1, 1) == -2 else [add(1, 1)], 1) == 3",
+        "x = add(1, 1)\nassert add([x ** 0.5] if x == -2 else [x], 1) == 3",
+    ):
+        outcome = run_asserts(code, tests, LIMITS)
+        assert outcome.passed == 0 and why in outcome.failure
+        with pytest.raises(BadTests, match="object is no plain value"):
+            run_asserts(code, f"assert add(1, 1) != 5\nassert add(1, object()) == 3\n{tests}", LIMITS)
+
+
 def test_without_the_kernels_filter_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = tmp_path / "sandboxed.py"
     program.write_text(Path(sandboxed.__file__).read_text().replace('"x86_64": (0', '"none": (0'))

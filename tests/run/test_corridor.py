@@ -18,6 +18,7 @@ from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.config.show import shown_options
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.inputs import InputError
+from openrlhf_ext.options.table import table_of
 from openrlhf_ext.reporting import EventLog, MetricsWriter
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.run.corridor import CorridorLeft, Watch, bands_of, make_corridor, read_corridor, recipe, written
@@ -132,6 +133,49 @@ def test_advantages_that_are_not_divided_by_the_deviation_leave():
     assert low < -1e-9 and high == pytest.approx(1e-8)
 
 
+def test_runs_that_agree_at_one_step_by_chance_leave_it_room():
+    """A count of 0 in all of them, where the steps beside it have some; a rate that all have has neither."""
+    name = "algorithm/degenerate_groups"
+    counts = [(0.0, 0.0, 0.0625 * (number > 2)) for number in range(5)]
+    runs = [{step: {name: count, "lr": 1e-3 * step} for step, count in enumerate(each, 1)} for each in counts]
+    first, second, third = bands_of(name, runs, 3)
+    assert first == pytest.approx((-0.03, 0.03)) and second == third == pytest.approx((-0.125, 0.1875))
+    assert bands_of("lr", runs, 3)[1] == pytest.approx((2e-3, 2e-3), rel=1e-5)
+
+
+def test_rounding_is_bounded_and_not_spread():
+    """Exactly 0 in one run, 1e-17 to 1e-15 in others, as the first update's distance from the reference."""
+    name = "algorithm/ref_kl"
+    runs = [{1: {name: value}} for value in (0.0, 1e-17, 1e-16, 1e-15, 3e-16)]
+    assert bands_of(name, runs, 1)[0] == pytest.approx((-1e-9, 1e-9), rel=1e-5)
+    assert bands_of(name, runs[1:], 1)[0] == pytest.approx((-1e-9, 1e-9), rel=1e-5)
+    grown = [{**run, 2: {name: 1e-5}} for run in runs[1:]]
+    assert bands_of(name, grown, 2)[0] == pytest.approx((-2e-5, 3e-5), rel=1e-3)
+
+
+def test_what_belongs_to_deadlines_machine_and_layout_may_differ(task, corridor, tmp_path):
+    """Of a file that an earlier release made, too, which has such options."""
+    for kind in (RunConfig, SupervisedConfig):
+        named = recipe(dict.fromkeys(table_of(kind)))
+        assert not [name for name in named if name.endswith("timeout_s")]
+        assert not named.keys() & {
+            "train.micro_batch_size", "train.max_minutes", "vllm.sync_backend", "megatron.sequence_parallel_enable",
+            "rollout.micro_batch_size", "train.max_tokens_per_gpu", "train.dynamic_batch_enable", "train.colocate_all",
+            "megatron.decoder_first_pipeline_num_layers", "vllm.gpu_memory_utilization", "vllm.enforce_eager",
+            "actor.gradient_checkpointing_enable", "megatron.distributed_optimizer_enable",
+        }  # fmt: skip
+        prefix = "actor." if kind is RunConfig else ""
+        assert named.keys() > {
+            f"{prefix}adam.lr", f"{prefix}max_norm", "train.batch_size", "megatron.param_dtype", "data.max_len",
+            "ds.lora.rank", "fp8.enable", "eval.steps", "train.max_epochs",
+        }  # fmt: skip
+    content = json.loads(corridor.read_text())
+    content["options"] |= {"reward.timeout_s": 30, "train.micro_batch_size": 99, "vllm.sync_backend": "nccl"}
+    (tmp_path / "older.json").write_text(json.dumps(content))
+    changed = config_of(task, reward__timeout_s=31, rollout__timeout_s=61, train__max_minutes=5)
+    assert read_corridor(tmp_path / "older.json").faults(changed) == []
+
+
 def test_a_run_compares_its_steps(task, corridor, caplog):
     config = config_of(task, train__corridor=corridor, logger__metrics_path=task.folder / "watched/metrics.jsonl")
     recorder = Recorder(config, STEPS)
@@ -173,14 +217,14 @@ def test_files_of_other_recipes_metrics_and_kinds_are_refused_by_name(task, corr
     assert "must be a JSON object" in refused(tmp_path / "none.json")
     (tmp_path / "cut.json").write_text(corridor.read_text()[:-9])
     assert "not JSON" in (told := refused(tmp_path / "cut.json")) and "make it anew: openrlhf-ext report" in told
-    runs = [make_run(tmp_path, str(n), config_of(task), n, evaluates=True) for n in range(3)]
+    runs = [make_run(tmp_path, str(n), config_of(task), n, evaluates=True) for n in range(5)]
     (tmp_path / "evaluated.json").write_text(written(make_corridor(runs)))
     assert "eval.dataset is None, and the trusted runs have bands of eval" in refused(tmp_path / "evaluated.json")
     (tmp_path / "short.json").write_text(json.dumps({**other, "bands": {"lr": {"low": [1], "high": []}}}))
     assert "as many" in refused(tmp_path / "short.json")
     known = json.loads(corridor.read_text())
     for change, said in (
-        ({"bands": {}}, "bands of no step"), ({"runs": 2}, "of less than 3 runs"),
+        ({"bands": {}}, "bands of no step"), ({"runs": 4}, "of less than 5 runs"),
         ({"bands": {"lr": {"low": [None] * STEPS, "high": [1] * STEPS}}}, "bands of no step"),
         ({"bands": {"lr": {"low": [2] * STEPS, "high": [1] * STEPS}}}, "low is above high in the bands of lr"),
         ({"bands": {"time/step": {"low": [1] * STEPS, "high": [2] * STEPS}}}, "time/step, which are not measured"),
@@ -193,10 +237,10 @@ def test_files_of_other_recipes_metrics_and_kinds_are_refused_by_name(task, corr
 def test_only_whole_runs_of_one_recipe_make_a_corridor(task, corridor, tmp_path):
     runs = [task.folder / f"trusted{n}" for n in range(5)]
     assert written(make_corridor(runs)) == corridor.read_text()
-    with pytest.raises(InputError, match="at least 3 trusted runs"):
-        make_corridor(runs[:2])
-    with pytest.raises(InputError, match="each once; got 3 of 4 folders"):
-        make_corridor([*runs[:3], runs[0].parent / "x/.." / runs[0].name])
+    with pytest.raises(InputError, match="at least 5 trusted runs"):
+        make_corridor(runs[:4])
+    with pytest.raises(InputError, match="each once; got 5 of 6 folders"):
+        make_corridor([*runs, runs[0].parent / "x/.." / runs[0].name])
     failed = make_run(tmp_path, "failed", config_of(task), 9)
     with EventLog(failed / "events.jsonl", goes_on=True) as events:
         events.note("failure")
@@ -210,7 +254,7 @@ def test_only_whole_runs_of_one_recipe_make_a_corridor(task, corridor, tmp_path)
     (cut / "metrics.jsonl").write_text("".join(lines[:-1]))
     with pytest.raises(InputError, match="has 3 steps, .* has 4"):
         make_corridor([*runs, cut])
-    gaps = [make_run(tmp_path, f"gap{seed}", config_of(task), seed) for seed in range(3)]
+    gaps = [make_run(tmp_path, f"gap{seed}", config_of(task), seed) for seed in range(5)]
     for gap in gaps:
         lines = (gap / "metrics.jsonl").read_text().splitlines(keepends=True)
         (gap / "metrics.jsonl").write_text("".join(lines[:1] + lines[2:]))
@@ -224,7 +268,7 @@ def test_only_whole_runs_of_one_recipe_make_a_corridor(task, corridor, tmp_path)
 def test_an_evaluation_is_compared_with_evaluations_and_a_step_with_steps(task, tmp_path, caplog):
     """They have records of their own: nothing of one is missing in the other."""
     config, runs = config_of(task), []
-    for seed in range(3):
+    for seed in range(5):
         runs.append(make_run(tmp_path, f"run{seed}", config, seed))
         with MetricsWriter(runs[-1] / "metrics.jsonl", STEPS) as metrics:
             metrics.write(2, {"eval/accuracy": 0.5 + 0.01 * seed, "time/eval": 1.0})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from openrlhf_ext.inputs import InputError
-from openrlhf_ext.run.ledger import LEDGER, USED_UP, Audit, Repeats, digest, hash_of, open_ledger
+from openrlhf_ext.run.ledger import LEDGER, TIME_IS_UP, USED_UP, Audit, Repeats, digest, hash_of, open_ledger
 
 DATA = [digest(f"text {number}", None) for number in range(4)]
 START = {"prompts": 4, "episodes": 1, "skipped_overlong": 2, "episode": hash_of(DATA), "drawn": 0, "waiting": []}
@@ -88,8 +88,9 @@ def test_what_is_wrong_is_named_with_number_and_step(tmp_path: Path, number: int
         (2, {**good()[2], "step": 2}, "line 3: a start at step 2 follows step 1; lines are missing"),
         (1, good()[4] | {"end": 0, "filtered": []}, "line 3: a start at step 1 follows step 0; lines are missing"),
         (3, {"end": 2, "drawn": 4, "waiting": [2, 3]}, "line 4: step 2 follows step 1"),
-        (3, {"end": 1, "why": "", "drawn": 4, "waiting": [2, 3]}, "line 4: an end, and no other line, says why"),
-        (3, {"end": 1, "why": "x", "drawn": 4, "waiting": [2, 3]}, "line 5: step 2 follows step 1"),
+        (3, {"end": 1, "drawn": 4, "waiting": [2, 3]}, "line 4: an end, and no other line, says why"),
+        (3, {"end": 1, "why": "x", "drawn": 4, "waiting": [2, 3]}, "line 4: why must be the prompts are used up or"),
+        (3, {"end": 1, "why": USED_UP, "drawn": 4, "waiting": [2, 3]}, "line 5: step 2 follows step 1"),
         (3, {**good()[3], "step": 4}, "line 4: step 4 follows step 1; lines are missing or there twice"),
         (3, {**good()[3], "step": 1}, "line 4: step 1 follows step 1; lines are missing or there twice"),
         (3, {**good()[3], "trained": [[3, "not a digest"]]}, "line 4: trained must be a list, each entry"),
@@ -111,6 +112,65 @@ def test_a_ledger_that_ends_before_the_metrics_is_refused(tmp_path: Path) -> Non
     assert audited(tmp_path, good()[:2]).faults == []
     with pytest.raises(InputError, match="ends with step 0, metrics.jsonl with 2; lines are missing"):
         audited(tmp_path, good()[:1])
+
+
+OPTIONS = {
+    "rollout.batch_size": 2, "algo.dynamic_filtering_enable": False, "train.late_groups": "train",
+    "train.agent_func_path": None, "train.rollback_on": None, "train.max_minutes": None,
+}  # fmt: skip
+
+
+def whole(folder: Path, options: dict[str, Any], *last: str) -> list[dict[str, Any]]:
+    """A ledger of three steps, with ``options`` since the second start, and the run's events."""
+    events = [
+        {"event": "start", "options": OPTIONS}, {"event": "ready"}, {"event": "failure"},
+        {"event": "start", "options": options}, {"event": "resumed", "resume_step": 1}, {"event": "ready"},
+        *({"event": event, "options": options} for event in last),
+    ]  # fmt: skip
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    start = {**START, "prompts": 5, "episode": hash_of([*DATA, DATA[0]])}
+    return [
+        {"step": 0, **start},
+        {"step": 1, "trained": entries(1, 0), "drawn": 3, "waiting": [2]},
+        {"step": 1, **start, "drawn": 4, "waiting": [2, 3]},
+        {"step": 2, "trained": entries(3, 2), "drawn": 4, "waiting": []},
+        {"step": 3, "trained": entries(4), "drawn": 5, "waiting": []},
+        {"end": 3, "why": USED_UP, "in_flight": [], "queued": [], "drawn": 5, "waiting": []},
+    ]
+
+
+def test_a_ledger_holds_beside_the_events_of_its_run(tmp_path: Path) -> None:
+    assert audited(tmp_path, whole(tmp_path, OPTIONS, "end")).faults == []
+    lines = whole(tmp_path, {**OPTIONS, "train.max_minutes": 1, "algo.dynamic_filtering_enable": True}, "end")
+    lines[3] |= {"trained": entries(3, 4), "filtered": entries(2), "drawn": 5}
+    lines[4:] = [{"end": 2, "why": TIME_IS_UP, "in_flight": [], "queued": [], "drawn": 5, "waiting": []}]
+    assert audited(tmp_path, lines).faults == []
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({3: {"trained": entries(3), "filtered": entries(2)}}, "filtered ended 1 prompts, or the run, and algo.dynamic"),
+    ({4: {"trained": [], "late": entries(4)}}, "late ended 1 prompts, or the run, and train.late_gro"),
+    ({4: {"trained": [], "unstarted": entries(4)}}, "unstarted ended 1 prompts, or the run, and train.ag"),
+    ({4: {"trained": [], "skipped": entries(4)}}, "skipped ended 1 prompts, or the run, and train.roll"),
+    ({4: {"trained": [], "waiting": [4]}, 5: {"queued": entries(4)}}, "queued ended 1 prompts, or the run, and train"),
+    ({4: {"trained": [], "in_flight": entries(4)}}, "in_flight ended 1 prompts, or the run, and train.max"),
+    ({5: {"why": TIME_IS_UP}}, "train.max_minutes ended 0 prompts, or the run, and train.max_minutes does"),
+    ({3: {"trained": entries(3), "waiting": [2]}, 4: {"trained": entries(4, 2)}}, "step 2 trained 1 prompts, rollout"),
+    ({1: {"trained": entries(1, 0, 2), "waiting": []}, 2: {"waiting": [3]}, 3: {"trained": entries(3)}},
+     "step 1 trained 3 prompts, rollout.batch_size is [2]"),
+])  # fmt: skip
+def test_what_the_runs_options_do_not_allow_is_named(tmp_path: Path, changes: dict[int, dict], said: str) -> None:
+    lines = whole(tmp_path, OPTIONS, "end")
+    for number, change in changes.items():
+        lines[number] |= change
+    assert said in "\n".join(audited(tmp_path, lines).faults)
+
+
+def test_an_end_that_the_ledger_lacks_is_missing(tmp_path: Path) -> None:
+    for count in (4, 5):
+        with pytest.raises(InputError, match="has no end, and events.jsonl has one; lines are missing"):
+            audited(tmp_path, whole(tmp_path, OPTIONS, "end")[:count])
+        assert audited(tmp_path, whole(tmp_path, OPTIONS, "end", "start")[:count]).faults == []
 
 
 def test_an_empty_ledger_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -275,6 +276,23 @@ def test_python_variable_names_the_interpreter(setup: Setup, tmp_path: Path, che
 
     absent = setup(PYTHON="/nowhere/python", OPENRLHF_EXT_VENV=str(tmp_path / "other"))
     assert absent.returncode == 1 and "Looked for: /nowhere/python" in absent.stderr
+
+
+def test_an_environment_of_another_checkout_is_not_taken_over(setup: Setup, calls, checkout, tmp_path) -> None:
+    other = tmp_path / "other checkout"
+    (other / "openrlhf_ext").mkdir(parents=True)
+    about = checkout / ".venv/lib/python3.11/site-packages/openrlhf_ext-0.1.0.dist-info/direct_url.json"
+    about.parent.mkdir(parents=True)
+    about.write_text(json.dumps({"dir_info": {"editable": True}, "url": other.as_uri()}))
+    refused = setup()
+    assert refused.returncode != 0 and not calls(), "nothing is installed"
+    assert f"is the environment of the checkout {other}, and whoever uses it runs the code there" in refused.stderr
+    assert "OPENRLHF_EXT_VENV=/other/folder" in refused.stderr and "-m pip uninstall openrlhf_ext" in refused.stderr
+    about.write_text(json.dumps({"dir_info": {"editable": True}, "url": checkout.as_uri()}))
+    assert setup().returncode == 0, "its own"
+    about.write_text(json.dumps({"dir_info": {"editable": True}, "url": other.as_uri()}))
+    shutil.rmtree(other)
+    assert setup().returncode == 0, "one that is gone"
 
 
 def test_an_environment_of_another_python_is_not_mixed(setup: Setup, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,27 @@ from openrlhf_ext.megatron.model.adapter import CONFIG
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _SHOWN = 4
+_OTHER = re.compile(r"pytorch_model.*\.bin|.*\.(pth|ckpt|gguf|h5|msgpack)")  # weights of other programs
 _ROWS = 1 << 14  # compared at a time
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def require_one_model(folder: str | Path) -> None:
-    """Raises InputError: the folder holds an adapter, or weights of two models, by the names of its files."""
+    """Raises InputError: the folder holds an adapter, weights of two models, or weights that are no safetensors, by the
+    names of its files."""
     folder = Path(folder)
     if (folder / CONFIG).is_file():
         what = "a model and an adapter" if (folder / "config.json").is_file() else "an adapter, and no model"
         raise InputError(
             f"{folder} holds {what} ({CONFIG}): merge it into its base (openrlhf-ext convert --merge ADAPTER --to "
             "FOLDER), start from it by ds.lora.path, or move the adapter's files elsewhere"
+        )
+    others = {path.name for path in folder.iterdir() if _OTHER.fullmatch(path.name)}
+    if others and not any(folder.glob("*.safetensors")):
+        raise InputError(
+            f"{folder} has its weights in {_listed(others)} alone: safetensors are needed, which run no code as they "
+            "are read; if you trust the files, save them so (transformers: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER))"
         )
     files, indexed = {path.name for path in folder.glob("model*.safetensors")}, (folder / INDEX).is_file()
     if indexed:

@@ -45,7 +45,11 @@ class Campaign:
         began = time.monotonic()
         status, wrong = self._start(self.undisturbed, [], [], began + _ENDS_S, [])
         if status:
-            wrong.append(f"the undisturbed run ended with {status}; what it said: {self.undisturbed / 'log0'}")
+            log = self.undisturbed / "log0"
+            said = log.read_text(errors="replace").partition("the run failed")[2]
+            short = [f"--{name} {seconds}" for name, seconds in DEADLINES.items() if name in said]
+            hint = f" (chaos sets {', '.join(short)} unless they are given: give longer ones)" if short else ""
+            wrong.append(f"the undisturbed run ended with {status}; what it said: {log}{hint}")
         steps = max((r["step"] for r in read_records(self.undisturbed / "run/metrics.jsonl")), default=0)
         return time.monotonic() - began, wrong, steps
 

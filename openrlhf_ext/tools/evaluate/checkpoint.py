@@ -52,8 +52,8 @@ def evaluate(
     from transformers import AutoConfig, AutoTokenizer
 
     with reading(model := required(options.model, "model"), "by transformers"):
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        room = max_prompt_tokens(AutoConfig.from_pretrained(model), options.max_new_tokens)
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        room = max_prompt_tokens(AutoConfig.from_pretrained(model, trust_remote_code=False), options.max_new_tokens)
     prepared = [_problems_that_fit(task, tokenizer, room) for task in tasks]
     size = max(1, options.batch_size // options.n_samples)
 
@@ -105,7 +105,8 @@ async def open_transformers(
     transformers_logging.disable_progress_bar()
 
     with reading(path := required(options.model, "model"), "by transformers"):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, options.dtype))
+        dtype = getattr(torch, options.dtype)
+        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, dtype=dtype)
     yield TransformersSampler(model, tokenizer, options)
 
 

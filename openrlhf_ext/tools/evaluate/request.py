@@ -269,4 +269,4 @@ def _vocabulary_size(folder: str) -> int:
     file = Path(folder) / "config.json"
     read_json(file)  # transformers would look for a name on the hub
     with reading(file, "by transformers"):
-        return int(AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
+        return int(AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config().vocab_size)

@@ -92,3 +92,15 @@ def test_a_deadline_on_the_command_line_wins(tmp_path, own):
     words = run_command(own, None, tmp_path / "it", [])
     assert [word for word in words if word.startswith("--train.step_timeout_s")] == own[:1]
     assert "--vllm.hang_timeout_s" in words
+
+
+def test_a_deadline_that_was_too_short_for_this_machine_is_named(tmp_path):
+    said = "the run failed: engines were not ready within 120 s (--vllm.start_timeout_s)"
+    for text, hint in ((said, " (chaos sets --vllm.start_timeout_s 120 unless they are given: give longer ones)"),
+                       ("vllm.start_timeout_s: starting\nthe run failed: of something else", "")):  # fmt: skip
+        code = f"import sys; print({text!r}); sys.exit(1)"
+        (undisturbed := tmp_path / str(len(text))).mkdir()
+        campaign = Campaign(lambda folder, words, code=code: [sys.executable, "-c", code], undisturbed)
+        _, wrong, _ = campaign.undisturb()
+        log = campaign.undisturbed / "log0"
+        assert wrong[-1] == f"the undisturbed run ended with 1; what it said: {log}{hint}"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -72,6 +73,11 @@ def test_a_model_that_is_no_checkpoint_is_refused_at_once(
     assert "--model must be a folder with a Hugging Face checkpoint: absent" in capsys.readouterr().err
     assert main([*arguments, "--model", str(tmp_path)]) == 2
     assert "holds no tokenizer" in capsys.readouterr().err
+    model = shutil.copytree(arguments[1], tmp_path / "model")
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    assert main([*arguments, "--model", str(model)]) == 2
+    told = capsys.readouterr().err
+    assert "safetensors are needed" in told and "weights_only" not in told
 
 
 def test_unmet_requirements_exit_with_1_and_say_so(
