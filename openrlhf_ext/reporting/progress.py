@@ -6,6 +6,7 @@ asks the other: the status has no line end, and whatever else is written first t
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import math
@@ -288,10 +289,11 @@ def write_figure(
     with in_one_piece(Path(out_png)) as partial:
         FigureCanvasAgg(figure).print_png(partial)
     # A figure is a cycle of some 10,000 objects: left to the collector's own time they are spread over a heap that
-    # grows with the steps of the run (benchmarks/results/soak_cpu.json).
+    # grows with the steps of the run, and glibc keeps the holes (benchmarks/results/soak_cpu.json).
     figure.clear()
     del figure, axes
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _draw(axes: Axes, records: list[Record], train: str, held_out: str | None) -> None:
