@@ -464,7 +464,7 @@ def test_what_is_not_on_this_machine_is_said_before_ray(task, monkeypatch):
     warnings = load(task, "--vllm.sync_backend", "nccl").warnings
     assert "vllm.sync_backend nccl needs GPUs, and this machine has none" in "".join(warnings)
 
-    def unreachable(name: str) -> None:
+    def unreachable(name: str, data_dir: str | None = None) -> None:
         raise ConnectionError(f"Couldn't reach {name!r} on the Hub")
 
     monkeypatch.setattr("datasets.load_dataset_builder", unreachable)
