@@ -14,19 +14,18 @@ from __future__ import annotations
 import ast
 import inspect
 import numbers
-import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from openrlhf_ext.rewards.grading import RESERVED_LOG_KEYS, InvalidAnswer, finite_number, settled
 
-_WORDS = ("completions", "solution_str")
-_NOT_GIVEN = {"completion_ids", "trainer_state", "environments", "log_extra", "log_metric", "reward_router_address",
-    "reward_model_tokenizer"}  # fmt: skip
-_VERLS = ("data_source", "extra_info")  # which it hands on with the label, and most functions do not read
+_WORDS = {"completions", "solution_str"}
+_NO_LABEL = {*_WORDS, "prompts", "completion_ids", "trainer_state", "environments", "log_extra", "log_metric",
+    "reward_router_address", "reward_model_tokenizer"}  # fmt: skip
+_VERLS = {"data_source", "extra_info"}  # which it hands on with the label, and most functions do not read
 _UNTOLD = "a name in its **kwargs"
 _MADE = (
     "?", "{0}", "The answer is \\boxed{{{0}}}.\n#### {0}", "<think>\n{0}\n</think>\n<answer>\n{0}\n</answer>",
@@ -36,83 +35,74 @@ _MADE = (
 TRIED = 2 * len(_MADE)
 
 
-class _Reads(NamedTuple):
-    """Names that a function cannot be called without; that it may be given; of these, those that may be meant for the
-    label (``answer=""``, not ``weight=0.5``), or ``_UNTOLD``; whether it takes any name; its body, "" if unknown.
-    ``kwargs["solution"]`` cannot do without solution, ``kwargs.get("solution")`` may be given it."""
-
-    needs: list[str]
-    may: list[str]
-    labels: list[str]
-    takes_all: bool
-    body: str
-
-
 def is_foreign(function: Any) -> bool:
     """Whether a function takes what only verl's and TRL's take."""
     try:
-        return not inspect.isclass(function) and not set(_WORDS).isdisjoint(_reads(function).needs)
+        return not inspect.isclass(function) and not _WORDS.isdisjoint(_required(function))
     except (TypeError, ValueError):  # not callable, or of compiled code
         return False
 
 
-def _reads(function: Callable[..., Any]) -> _Reads:
+def _required(function: Callable[..., Any]) -> set[str]:
     parameters = inspect.signature(function).parameters.values()
-    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    needs = [one.name for one in named if one.default is one.empty]
-    may = [one.name for one in named if one.name not in needs]
-    settings = [one.name for one in named if isinstance(one.default, numbers.Number)]
-    rest = next((one.name for one in parameters if one.kind is one.VAR_KEYWORD), None)
+    return {one.name for one in parameters if one.default is one.empty and "*" not in str(one)}
+
+
+def _variables(function: Callable[..., Any], rest: str) -> tuple[set[str], list[str]]:
+    """Those that its code reads, and the key that it reads from its ``**rest`` at each place, or ``_UNTOLD``."""
+    inner = function if inspect.isroutine(function) else getattr(function, "func", type(function).__call__)
     try:
-        inner = function if inspect.isroutine(function) else getattr(function, "func", type(function).__call__)
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(inner)))
-        body = ast.unparse(ast.parse(source)).partition(":\n    ")[2]  # whose quotes are single ones
+        nodes = [*ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(inner)))))]
     except (OSError, TypeError, SyntaxError):  # of compiled code, or in no file
-        body = ""
-    body = re.sub('""".*?"""', "", body, flags=re.DOTALL)
-    read = re.compile(rf"\b{rest}(\[|\.get\(|\.pop\()'(\w+)'|'(\w+)' (?:not )?in {rest}\b")
-    for how, name, asked in read.findall(body):
-        (needs if how == "[" else may).append(name or asked)
-    labels = [one for one in dict.fromkeys(may) if one not in (*settings, *needs, *_NOT_GIVEN, "prompts")]
-    if rest and (not body or re.search(rf"\b{rest}\b", read.sub("", body))):
-        labels.append(_UNTOLD)
-    return _Reads(needs, may, labels, rest is not None, body)
+        return _VERLS, [_UNTOLD] if rest else []
+    keys = {}
+    for node in nodes:
+        match node:
+            case (
+                ast.Subscript(ast.Name() as read, ast.Constant(str(key)))
+                | ast.Call(ast.Attribute(ast.Name() as read, "get" | "pop"), [ast.Constant(str(key)), *_])
+                | ast.Compare(ast.Constant(str(key)), comparators=[ast.Name() as read])
+            ):
+                keys[read] = key
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    return {node.id for node in names}, [keys.get(node, _UNTOLD) for node in names if node.id == rest]
 
 
 class _Function:
-    """One of their functions. Raises TypeError: it needs what no run has, or a line of its file is not understood."""
+    """One of their functions. Raises TypeError: a line of its file is not understood."""
 
     def __init__(self, function: Callable[..., Any], module: ModuleType) -> None:
         self._function, self._module = function, module
         self._name = getattr(function, "__name__", type(function).__name__)
-        needs, may, labels, self._takes_all, body = _reads(function)
-        if absent := sorted(_NOT_GIVEN.intersection(needs)):
-            raise TypeError(f"{self._name} needs {', '.join(absent)}, which nobody has here: give it a default")
-        self.is_trls = "completions" in needs
-        if not self.is_trls and self._takes_all:
-            needs += ["ground_truth", *_VERLS]
-        columns = {*needs} - {*_WORDS, "prompts"}
-        self._names = columns.union(may) - {*_NOT_GIVEN, "prompts"}
-        self._prompts = self._takes_all or "prompts" in (*needs, *may)
-        self._needs = sorted(one for one in columns if one not in _VERLS or one in (body or one))
-        self._none = {} if self.is_trls else dict.fromkeys(columns.intersection(_VERLS))
-        labels = ["ground_truth"] if "ground_truth" in needs else self._needs or labels
+        parameters, columns = inspect.signature(function).parameters, _required(function)
+        self.is_trls = "completions" in columns
+        rest = next((name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD), "")
+        self._takes_all = bool(rest)
+        if rest and not self.is_trls:
+            columns |= {"ground_truth", *_VERLS}
+        variables, keys = _variables(function, rest)
+        self._names = columns.union(parameters, keys) - {rest, "prompts", *_WORDS}
+        self._prompts = self._takes_all or "prompts" in parameters
+        self._needs = sorted(columns - {"prompts", *_WORDS} - (_VERLS - variables))
+        self._none = dict.fromkeys(columns & _VERLS)
+        settings = {name for name, one in parameters.items() if isinstance(one.default, numbers.Number)}
+        may = [one for one in dict.fromkeys([*parameters, *keys]) if one not in {rest, *settings, *_NO_LABEL}]
+        self._labels = ["ground_truth"] if "ground_truth" in columns else self._needs or may
         if hasattr(module, "label_column"):
-            labels = [] if module.label_column is None else [module.label_column]
-        self._label = labels[0] if len(labels) == 1 and labels[0] != _UNTOLD else None
-        self._labels = labels
-        form = getattr(module, "completions", None) if self.is_trls else "texts"
-        if isinstance(form, str) and form not in ("texts", "messages"):
-            raise TypeError(f'completions must be "texts" or "messages": got {form!r}')
-        self._chat = form == "messages" if isinstance(form, str) else None
+            self._labels = [] if module.label_column is None else [module.label_column]
+        self._label = self._labels[0] if len(self._labels) == 1 and self._labels[0] != _UNTOLD else None
+        self._chat: bool | None = None if self.is_trls else False
+        if self.is_trls and isinstance(form := getattr(module, "completions", None), str):
+            if form not in ("texts", "messages"):
+                raise TypeError(f'completions must be "texts" or "messages": got {form!r}')
+            self._chat = form == "messages"
 
     @property
     def said(self) -> str:
         """How it is called."""
         form = "TRL's form, with all completions of a prompt" if self.is_trls else "verl's form, with one completion"
-        label, keys = self._label or "no column", ", ".join(sorted(self._names)) or "none"
         texts = "messages" if self._chat else "texts"
-        return f"{self._name} is called in {form}; {label} is the label (keys: {keys}); completions are {texts}"
+        return f"{self._name} is called in {form}; {self._label or 'no column'} is the label; completions are {texts}"
 
     def answers(self, prompt: str, label: Any, completions: Sequence[str]) -> list[Any]:
         """Its answer to each completion in the form of ``reward_func``; None where it says None. Raises
@@ -123,10 +113,10 @@ class _Function:
         if missing := sorted({*self._needs} - {*keys}):
             raise InvalidAnswer(
                 f"needs {', '.join(missing)}, and a run hands on one column, the label (--data.label_key): make it "
-                f"an object with the keys {', '.join(self._needs)}"
+                f"an object with the keys {', '.join(self._needs)}, or give what nobody has here a default"
             )
         given = self._none | {one: keys[one] for one in keys if self._takes_all or one in {*self._names, self._label}}
-        seen = self._labels == [] or (given if _UNTOLD in self._labels else {*self._names, *self._labels} & {*given})
+        seen = not self._labels or (given if _UNTOLD in self._labels else self._names.union(self._labels) & {*given})
         if not seen and label not in (None, ""):
             raise InvalidAnswer(
                 f"would never see the label {label!r:.80}: it may read it as {' or '.join(self._labels)}. Write a line "
@@ -162,15 +152,13 @@ class _Function:
             except Exception as error:  # as is to be expected in the wrong form
                 return f"{type(error).__name__}: {error}"
 
-        texts, messages = found = [[outcome(chat, one.format(label)) for one in _MADE] for chat in (False, True)]
-        told = [[one for one in answers if not isinstance(one, str)] for answers in found]
-        for either in (map(bool, told), (len({*answers}) > 1 or 0 < len(answers) < len(_MADE) for answers in told)):
-            first, second = either
-            if first != second:
-                return second
-        if "list[list" in str(inspect.signature(self._function).parameters["completions"]).lower():
-            return True
-        if texts == messages and len({*told[0]}) > 1 or "content" not in Path(str(self._module.__file__)).read_text():
+        texts, messages = ([outcome(chat, one.format(label)) for one in _MADE] for chat in (False, True))
+        of_texts, of_messages = (  # 0: it fails, 1: it says the same to all, 2: it tells them from each other
+            any(not isinstance(one, str) for one in each) * min(2, len({*each})) for each in (texts, messages)
+        )
+        if of_texts != of_messages:
+            return of_messages > of_texts
+        if texts == messages and of_texts == 2 or "content" not in Path(str(self._module.__file__)).read_text():
             return False
         raise InvalidAnswer(
             "takes texts and messages alike, and nothing tells which it is made for: to completions made for a trial "
