@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import inspect
 import numbers
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,35 +38,22 @@ TRIED = 2 * len(_MADE)
 
 def is_foreign(function: Any) -> bool:
     """Whether a function takes what only verl's and TRL's take."""
-    try:
-        return not inspect.isclass(function) and not _WORDS.isdisjoint(_required(function))
-    except (TypeError, ValueError):  # not callable, or of compiled code
-        return False
+    return callable(function) and not inspect.isclass(function) and not _WORDS.isdisjoint(_needed(function))
 
 
-def _required(function: Callable[..., Any]) -> set[str]:
+def _needed(function: Callable[..., Any]) -> set[str]:
     parameters = inspect.signature(function).parameters.values()
     return {one.name for one in parameters if one.default is one.empty and "*" not in str(one)}
 
 
-def _variables(function: Callable[..., Any], rest: str) -> tuple[set[str], list[str]]:
-    """Those that its code reads, and the key that it reads from its ``**rest`` at each place, or ``_UNTOLD``."""
+def _body(function: Callable[..., Any]) -> str:
+    """Its code in single quotes, without comments and docstring; its signature where the code is in no file."""
     inner = function if inspect.isroutine(function) else getattr(function, "func", type(function).__call__)
     try:
-        nodes = [*ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(inner)))))]
-    except (OSError, TypeError, SyntaxError):  # of compiled code, or in no file
-        return _VERLS, [_UNTOLD] if rest else []
-    keys = {}
-    for node in nodes:
-        match node:
-            case (
-                ast.Subscript(ast.Name() as read, ast.Constant(str(key)))
-                | ast.Call(ast.Attribute(ast.Name() as read, "get" | "pop"), [ast.Constant(str(key)), *_])
-                | ast.Compare(ast.Constant(str(key)), comparators=[ast.Name() as read])
-            ):
-                keys[read] = key
-    names = [node for node in nodes if isinstance(node, ast.Name)]
-    return {node.id for node in names}, [keys.get(node, _UNTOLD) for node in names if node.id == rest]
+        code = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(inner)))))
+    except (OSError, TypeError, SyntaxError):
+        return str(inspect.signature(function))
+    return re.sub('""".*?"""', "", code.partition(":\n    ")[2], flags=re.DOTALL)
 
 
 class _Function:
@@ -74,23 +62,24 @@ class _Function:
     def __init__(self, function: Callable[..., Any], module: ModuleType) -> None:
         self._function, self._module = function, module
         self._name = getattr(function, "__name__", type(function).__name__)
-        parameters, columns = inspect.signature(function).parameters, _required(function)
-        self.is_trls = "completions" in columns
-        rest = next((name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD), "")
-        self._takes_all = bool(rest)
+        parameters, needed, body = inspect.signature(function).parameters, _needed(function), _body(function)
+        rest = next((name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD), None)
+        self.is_trls, self._takes_all = "completions" in needed, rest is not None
         if rest and not self.is_trls:
-            columns |= {"ground_truth", *_VERLS}
-        variables, keys = _variables(function, rest)
-        self._names = columns.union(parameters, keys) - {rest, "prompts", *_WORDS}
-        self._prompts = self._takes_all or "prompts" in parameters
-        self._needs = sorted(columns - {"prompts", *_WORDS} - (_VERLS - variables))
-        self._none = dict.fromkeys(columns & _VERLS)
-        settings = {name for name, one in parameters.items() if isinstance(one.default, numbers.Number)}
-        may = [one for one in dict.fromkeys([*parameters, *keys]) if one not in {rest, *settings, *_NO_LABEL}]
-        self._labels = ["ground_truth"] if "ground_truth" in columns else self._needs or may
+            needed |= {"ground_truth", *_VERLS}
+        reads = re.findall(rf"(?:'(\w+)' (?:not )?in )?\b{rest}\b(?:(?:\[|\.get\(|\.pop\()'(\w+)')?", body)
+        keys = [asked or key or _UNTOLD for asked, key in reads if rest]
+        self._none = dict.fromkeys(one for one in _VERLS & needed if one not in body)
+        self._needs = sorted(needed - {*self._none, *_WORDS, "prompts"})
+        may = [one for one in parameters if not isinstance(parameters[one].default, numbers.Number) and one != rest]
+        labels = [one for one in self._needs or dict.fromkeys([*may, *keys]) if one not in _NO_LABEL]
+        if "ground_truth" in needed:
+            labels = ["ground_truth"]
         if hasattr(module, "label_column"):
-            self._labels = [] if module.label_column is None else [module.label_column]
-        self._label = self._labels[0] if len(self._labels) == 1 and self._labels[0] != _UNTOLD else None
+            labels = [] if module.label_column is None else [module.label_column]
+        self._labels, self._label = labels, labels[0] if len(labels) == 1 and labels[0] != _UNTOLD else None
+        self._prompts = self._takes_all or "prompts" in parameters
+        self._names = {*needed, *parameters, *keys, *(labels if rest else ())}
         self._chat: bool | None = None if self.is_trls else False
         if self.is_trls and isinstance(form := getattr(module, "completions", None), str):
             if form not in ("texts", "messages"):
@@ -115,14 +104,15 @@ class _Function:
                 f"needs {', '.join(missing)}, and a run hands on one column, the label (--data.label_key): make it "
                 f"an object with the keys {', '.join(self._needs)}, or give what nobody has here a default"
             )
-        given = self._none | {one: keys[one] for one in keys if self._takes_all or one in {*self._names, self._label}}
-        seen = not self._labels or (given if _UNTOLD in self._labels else self._names.union(self._labels) & {*given})
-        if not seen and label not in (None, ""):
+        given = {one: keys[one] for one in keys if self._takes_all or one in self._names}
+        reached = given if _UNTOLD in self._names else self._names & {*given}
+        if self._labels and not reached and label not in (None, ""):
             raise InvalidAnswer(
                 f"would never see the label {label!r:.80}: it may read it as {' or '.join(self._labels)}. Write a line "
                 f'label_column = "NAME" into the file (None: {self._name} needs no label), or make the label an object '
                 "with the keys that it reads"
             )
+        given = self._none | given
         if not self.is_trls:
             return [_as_ours(settled(self._function(solution_str=one, **given))) for one in completions]
         if self._chat is None:
@@ -130,11 +120,14 @@ class _Function:
         return [None if one is None else {"rewards": one} for one in self._ask(prompt, given, completions, self._chat)]
 
     def _ask(self, prompt: str, given: Mapping[str, Any], completions: Sequence[str], chat: bool) -> list[Any]:
+        def said(role: str, text: str) -> Any:
+            return [{"role": role, "content": text}] if chat else text
+
         count = len(completions)
         columns = {one: [value] * count for one, value in given.items()}
-        texts = {"completions": completions, "prompts": [prompt] * count}
-        for one, role in (("completions", "assistant"), ("prompts", "user"))[: 1 + self._prompts]:
-            columns[one] = [[{"role": role, "content": text}] if chat else text for text in texts[one]]
+        columns["completions"] = [said("assistant", text) for text in completions]
+        if self._prompts:
+            columns["prompts"] = [said("user", prompt)] * count
         found = list(settled(self._function(**columns)))
         if len(found) != count:
             raise InvalidAnswer(f"returned {len(found)} rewards for {count} completions")
