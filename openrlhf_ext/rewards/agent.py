@@ -214,22 +214,19 @@ class _EngineProxy:
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         """Raises RewardImportError: asked in a way in which nobody knows for which episode, or for tokens of another
         distribution than the one that is trained."""
-        if asyncio.get_running_loop() is not self._loop:
-            misuse = RewardImportError(_NOT_FROM_ITS_LOOP)
-            self._loop.call_soon_threadsafe(self._break, misuse)
-            raise misuse
+        misuse = _NOT_OF_THIS_EPISODE if self._closed else ""
         for name in _DISTRIBUTION:
             asked, wanted = (getattr(params, name, None) for params in (sampling_params, self.run_params))
             neutral = asked is None or (not asked and name not in _DISTRIBUTION[:2])
             if not neutral and asked not in (wanted, _NEUTRAL.get(name)):
-                misuse = RewardImportError(_OTHER_SAMPLING.format(name, asked, wanted))
-                self._break(misuse)
-                raise misuse
-        if sampling_params.logprobs is None:
-            sampling_params = copy.copy(sampling_params)
-            sampling_params.logprobs = 1
-        if self._closed:
-            raise RewardImportError(_NOT_OF_THIS_EPISODE)
+                misuse = _OTHER_SAMPLING.format(name, asked, wanted)
+        if asyncio.get_running_loop() is not self._loop:
+            misuse = _NOT_FROM_ITS_LOOP
+        if misuse:
+            error = RewardImportError(misuse)
+            self._loop.call_soon_threadsafe(self._break, error)
+            raise error
+        sampling_params.logprobs = sampling_params.logprobs or 1
         self._waiting += 1
         try:
             output = await self._engine.generate(prompt_token_ids, sampling_params, *args, **kwargs)

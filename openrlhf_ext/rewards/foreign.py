@@ -93,9 +93,8 @@ class _Function:
         texts = "messages" if self._chat else "texts"
         return f"{self._name} is called in {form}; {self._label or 'no column'} is the label; completions are {texts}"
 
-    def answers(self, prompt: str, label: Any, completions: Sequence[str]) -> list[Any]:
-        """Its answer to each completion in the form of ``reward_func``; None where it says None. Raises
-        InvalidAnswer."""
+    def answers(self, prompt: str, label: Any, completions: Sequence[str]) -> list[Mapping[str, Any]]:
+        """Its answer to each completion in the form of ``reward_func``. Raises InvalidAnswer."""
         keys = dict(label) if isinstance(label, Mapping) else {}
         if self._label is not None:
             keys.setdefault(self._label, label)
@@ -117,7 +116,7 @@ class _Function:
             return [_as_ours(settled(self._function(solution_str=one, **given))) for one in completions]
         if self._chat is None:
             self._chat = self._takes_messages(prompt, given)
-        return [None if one is None else {"rewards": one} for one in self._ask(prompt, given, completions, self._chat)]
+        return [{"rewards": one} for one in self._ask(prompt, given, completions, self._chat)]
 
     def _ask(self, prompt: str, given: Mapping[str, Any], completions: Sequence[str], chat: bool) -> list[Any]:
         def said(role: str, text: str) -> Any:
@@ -161,8 +160,8 @@ class _Function:
 
 
 class ForeignReward:
-    """One or several of their functions: the weighted sum of the rewards of those that do not say None, as in TRL. It
-    answers a list, of each completion in the form of ``reward_func``.
+    """One of verl's functions, or one or several of TRL's: the weighted sum of the rewards of those that do not say
+    None. It answers a list, of each completion in the form of ``reward_func``.
 
     Attributes:
         takes_groups: all completions of a prompt are to be handed over at once.
@@ -172,12 +171,14 @@ class ForeignReward:
         self, functions: Sequence[Callable[..., Any]], module: ModuleType, weights: Sequence[float] | None = None
     ) -> None:
         if strange := [function for function in functions if not is_foreign(function)]:
-            raise TypeError(f"reward_funcs must be functions in TRL's or verl's form: got {strange[0]!r}")
+            raise TypeError(f"reward_funcs must be functions in TRL's form: got {strange[0]!r}")
         self._weights = [1.0] * len(functions) if weights is None else weights
         if not len(self._weights) == len(functions) > 0:
             raise TypeError(f"reward_weights has {len(self._weights)} numbers for {len(functions)} reward_funcs")
         self._functions = [_Function(function, module) for function in functions]
-        self.takes_groups = any(function.is_trls for function in self._functions)
+        self.takes_groups = self._functions[0].is_trls
+        if self._weights != [1.0] and not all(function.is_trls for function in self._functions):
+            raise TypeError("reward_funcs are in TRL's form: of verl's a file has one, which may call others")
 
     @property
     def said(self) -> str:
@@ -186,19 +187,11 @@ class ForeignReward:
 
     def __call__(self, queries: Any, prompts: Any, labels: Any, completions: Any) -> list[Mapping[str, Any]]:
         answers = [function.answers(prompts[0], labels[0], completions) for function in self._functions]
-        return [self._summed(one) for one in zip(*answers, strict=True)]
-
-    def _summed(self, answers: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any]:
-        """``acc`` is the mean of those that tell it. A completion that no function grades has the reward None."""
-        graded = [(one, weight) for one, weight in zip(answers, self._weights, strict=True) if one is not None]
-        if len(graded) == len(answers) == 1 and self._weights == [1.0]:
-            return graded[0][0]
-        right = [one["scores"] for one, _ in graded if one.get("scores") is not None]
-        return {
-            "rewards": sum(weight * one["rewards"] for one, weight in graded) if graded else None,
-            "scores": sum(right) / len(right) if right else None,
-            "extra_logs": {key: value for one, _ in graded for key, value in one.get("extra_logs", {}).items()},
-        }
+        if self._weights == [1.0]:
+            return answers[0]
+        weighted = [[*zip(each, self._weights, strict=True)] for each in zip(*answers, strict=True)]
+        graded = [[one["rewards"] * weight for one, weight in each if one["rewards"] is not None] for each in weighted]
+        return [{"rewards": sum(each) if each else None} for each in graded]
 
 
 def _as_ours(found: Any) -> Mapping[str, Any]:
