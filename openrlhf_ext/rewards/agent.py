@@ -35,7 +35,7 @@ from openrlhf_ext.rewards.grading import (
     parse_answer,
 )
 from openrlhf_ext.rollout.response import GroupRequest, Response, ResponseRecorder, RolloutError, Sampling, graded
-from openrlhf_ext.user_code import coroutine_place, import_importable, told
+from openrlhf_ext.user_code import coroutine_place, import_importable, line_of, told
 
 _STEP_KEYS = ("rewards", "environment_feedback", "done")
 _NEEDED = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine")
@@ -280,11 +280,9 @@ def _build(path: str, timeout_s: float, max_failures: int, failure_value: float)
 
 
 def load_agent(path: Path) -> AgentExecutorBase:
-    """The file's class ``AgentExecutor``, as OpenRLHF 0.8.7 to 0.11.2 have it, or else its function ``run_agent``; or
-    ValueError. What a ``MultiTurnAgentExecutor``'s ``step`` returns as ``rewards`` and ``scores`` may be any number,
-    not only the tensor that OpenRLHF asks for (openrlhf/utils/agent.py:131)."""
-    if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"--train.agent_func_path must be an existing Python file, got {path}")
+    """The file's class ``AgentExecutor``, as OpenRLHF 0.8.7 to 0.11.2 have it, or else its function ``run_agent``. What
+    a ``MultiTurnAgentExecutor``'s ``step`` returns as ``rewards`` and ``scores`` may be any number, not only the tensor
+    that OpenRLHF asks for (openrlhf/utils/agent.py:131). Raises ValueError: there is none that can be called."""
     module = import_importable(path, "agent_module")
     executor_class, run_agent = getattr(module, "AgentExecutor", None), getattr(module, "run_agent", None)
     if executor_class is None and run_agent is not None:
@@ -314,7 +312,7 @@ def _check_run_agent(run_agent: Any, path: Path) -> None:
     try:
         inspect.signature(run_agent).bind("prompt", "label", "base_url")
     except TypeError as error:
-        raise ValueError(f"{_line_of(run_agent, path)}: run_agent must take prompt, label, base_url: {error}") from None
+        raise ValueError(f"{line_of(run_agent, path)}: run_agent must take prompt, label, base_url: {error}") from None
 
 
 def _check_execute(executor_class: type[AgentExecutorBase], path: Path) -> None:
@@ -326,7 +324,7 @@ def _check_execute(executor_class: type[AgentExecutorBase], path: Path) -> None:
         wrong = str(error)
     if wrong:
         raise ValueError(
-            f"{_line_of(execute, path)}: AgentExecutor.execute must be async and take {', '.join(_NEEDED)}: {wrong}"
+            f"{line_of(execute, path)}: AgentExecutor.execute must be async and take {', '.join(_NEEDED)}: {wrong}"
         )
 
 
@@ -335,11 +333,6 @@ def _named(execute: Callable[..., Any]) -> list[str]:
     parameters = inspect.signature(execute).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return [name for name in _GIVEN if takes_all or name in parameters]
-
-
-def _line_of(function: Any, path: Path) -> str:
-    code = getattr(function, "__code__", None)
-    return f"{path}, line {code.co_firstlineno}" if code else str(path)
 
 
 def _checked_environment(instance_class: Any, path: Path) -> Any:

@@ -24,7 +24,7 @@ from typing import Any
 
 from openrlhf_ext.rewards.foreign import ForeignReward, is_foreign
 from openrlhf_ext.rewards.grading import InvalidAnswer, RewardResult, parse_answer, settled
-from openrlhf_ext.user_code import import_importable, told
+from openrlhf_ext.user_code import import_importable, line_of, told
 
 RewardFunction = Callable[..., Any]
 STACK_SIGNAL = signal.SIGUSR1  # the parent asks for the Python stack before it kills a worker that hangs
@@ -66,11 +66,10 @@ def load_reward_function(reward_path: str) -> RewardFunction:
             return function
         if is_foreign(function):
             return ForeignReward([function], module)
-        code = getattr(function, "__code__", None)
-        place = f"{reward_path}, line {code.co_firstlineno}" if code is not None else reward_path
         raise TypeError(
-            f"{place}: reward_func{inspect.signature(function)} cannot be called as reward_func(queries, prompts, "
-            f"labels, **kwargs): {wrong}. Each is a list of one; it returns {{'rewards': number, 'scores': number}}"
+            f"{line_of(function, reward_path)}: reward_func{inspect.signature(function)} cannot be called as "
+            f"reward_func(queries, prompts, labels, **kwargs): {wrong}. Each is a list of one; it returns "
+            "{'rewards': number, 'scores': number}"
         )
     if hasattr(module, "reward_funcs"):
         return ForeignReward(module.reward_funcs, module, getattr(module, "reward_weights", None))
