@@ -39,7 +39,6 @@ from openrlhf_ext.user_code import coroutine_place, import_importable, line_of, 
 
 _STEP_KEYS = ("rewards", "environment_feedback", "done")
 _NEEDED = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine")
-_GIVEN = (*_NEEDED, "images")
 _NEEDED_KEYS = frozenset({"observation_tokens", "action_ranges", "rollout_log_probs", "reward"})
 _TRIES = 3  # of an episode that fails before its first word: a sandbox that does not start, a reset over the network
 _ROOM = 256  # tokens of the episode after the prompt
@@ -319,7 +318,7 @@ def _check_execute(executor_class: type[AgentExecutorBase], path: Path) -> None:
     execute = inspect.unwrap(executor_class.execute)  # what a decorator has around it is the user's affair
     wrong = "" if inspect.iscoroutinefunction(execute) else "it is not async"
     try:
-        inspect.signature(execute).bind(None, **dict.fromkeys({*_NEEDED, *_named(execute)}))
+        inspect.signature(execute).bind(None, **dict.fromkeys(_named(execute)))
     except TypeError as error:
         wrong = str(error)
     if wrong:
@@ -329,10 +328,8 @@ def _check_execute(executor_class: type[AgentExecutorBase], path: Path) -> None:
 
 
 def _named(execute: Callable[..., Any]) -> list[str]:
-    """Which of the arguments that there are ``execute`` takes: those of earlier releases had no ``images``."""
-    parameters = inspect.signature(execute).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return [name for name in _GIVEN if takes_all or name in parameters]
+    """What ``execute`` is given: those of earlier releases had no ``images``."""
+    return [*_NEEDED, *{"images"} & inspect.signature(execute).parameters.keys()]
 
 
 def _checked_environment(instance_class: Any, path: Path) -> Any:

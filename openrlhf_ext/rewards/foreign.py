@@ -18,6 +18,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
@@ -160,8 +161,8 @@ class _Function:
 
 
 class ForeignReward:
-    """One of verl's functions, or one or several of TRL's: the weighted sum of the rewards of those that do not say
-    None. It answers a list, of each completion in the form of ``reward_func``.
+    """One or several of their functions: the weighted sum of the rewards of those that do not say None, as in TRL. It
+    answers a list, of each completion in the form of ``reward_func``.
 
     Attributes:
         takes_groups: all completions of a prompt are to be handed over at once.
@@ -171,14 +172,12 @@ class ForeignReward:
         self, functions: Sequence[Callable[..., Any]], module: ModuleType, weights: Sequence[float] | None = None
     ) -> None:
         if strange := [function for function in functions if not is_foreign(function)]:
-            raise TypeError(f"reward_funcs must be functions in TRL's form: got {strange[0]!r}")
+            raise TypeError(f"reward_funcs must be functions in TRL's or verl's form: got {strange[0]!r}")
         self._weights = [1.0] * len(functions) if weights is None else weights
         if not len(self._weights) == len(functions) > 0:
             raise TypeError(f"reward_weights has {len(self._weights)} numbers for {len(functions)} reward_funcs")
         self._functions = [_Function(function, module) for function in functions]
-        self.takes_groups = self._functions[0].is_trls
-        if self._weights != [1.0] and not all(function.is_trls for function in self._functions):
-            raise TypeError("reward_funcs are in TRL's form: of verl's a file has one, which may call others")
+        self.takes_groups = any(function.is_trls for function in self._functions)
 
     @property
     def said(self) -> str:
@@ -187,11 +186,17 @@ class ForeignReward:
 
     def __call__(self, queries: Any, prompts: Any, labels: Any, completions: Any) -> list[Mapping[str, Any]]:
         answers = [function.answers(prompts[0], labels[0], completions) for function in self._functions]
-        if self._weights == [1.0]:
-            return answers[0]
-        weighted = [[*zip(each, self._weights, strict=True)] for each in zip(*answers, strict=True)]
-        graded = [[one["rewards"] * weight for one, weight in each if one["rewards"] is not None] for each in weighted]
-        return [{"rewards": sum(each) if each else None} for each in graded]
+        return answers[0] if self._weights == [1.0] else [*map(self._summed, zip(*answers, strict=True))]
+
+    def _summed(self, answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """``acc`` is the mean of those that tell it."""
+        rewards = [one["rewards"] and one["rewards"] * weight for one, weight in zip(answers, self._weights, strict=True)]
+        given = [one for one in rewards if one is not None]
+        right = [one["scores"] for one in answers if one.get("scores") is not None]
+        logs = {key: value for one in answers for key, value in one.get("extra_logs", {}).items()}
+        return {
+            "rewards": sum(given) if given else None, "scores": fmean(right) if right else None, "extra_logs": logs
+        }  # fmt: skip
 
 
 def _as_ours(found: Any) -> Mapping[str, Any]:

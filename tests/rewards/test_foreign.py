@@ -43,12 +43,10 @@ def test_verls_dict_has_score_accuracy_and_logs(graded):
         graded(VERL.format("compute_score", "return {'value': 1}"))
 
 
-def test_verls_functions_are_one_in_a_file(graded):
+def test_verls_functions_of_a_list_keep_accuracy_and_logs(graded):
     two = VERL.format("a", "return {'score': -1.0, 'acc': 1, 'length': 3}") + VERL.format("b", "return 0.5")
-    found = graded(two + "reward_funcs = [a]\n")
-    assert (found.reward, found.score, found.extra_logs) == (-1.0, 1.0, {"length": 3.0})
-    with pytest.raises(TypeError, match="of verl's a file has one, which may call others"):
-        graded(two + "reward_funcs = [a, b]\n")
+    found = graded(two + "reward_funcs = [a, b]\n")
+    assert (found.reward, found.score, found.extra_logs) == (-0.5, 1.0, {"length": 3.0})
 
 
 def test_verls_other_columns_are_keys_of_the_label(graded):
@@ -183,7 +181,7 @@ def test_trls_functions_are_summed_without_those_that_say_none(graded):
         graded(both + "reward_func = other")
     with pytest.raises(TypeError, match="1 numbers for 2 reward_funcs"):
         graded(both + "reward_funcs = [right, other]\nreward_weights = [0.5]")
-    with pytest.raises(TypeError, match="in TRL's form: got 'some/model'"):
+    with pytest.raises(TypeError, match="in TRL's or verl's form: got 'some/model'"):
         graded("reward_funcs = ['some/model']")
 
 
