@@ -82,6 +82,12 @@ def told(error: BaseException) -> str:
     return users_part("".join(traceback.format_exception(error))) or f"{type(error).__name__}: {error}"
 
 
+def line_of(function: Any, path: str | os.PathLike[str]) -> str:
+    """The file, and the line of a function in it; the file alone where it is an object that is called."""
+    code = getattr(function, "__code__", None)
+    return f"{path}, line {code.co_firstlineno}" if code else str(path)
+
+
 def coroutine_place(coroutine: Any) -> str:
     """The coroutines that it waits in, from the outermost to the innermost."""
     places = []

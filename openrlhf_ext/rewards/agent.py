@@ -35,11 +35,10 @@ from openrlhf_ext.rewards.grading import (
     parse_answer,
 )
 from openrlhf_ext.rollout.response import GroupRequest, Response, ResponseRecorder, RolloutError, Sampling, graded
-from openrlhf_ext.user_code import coroutine_place, import_importable, told
+from openrlhf_ext.user_code import coroutine_place, import_importable, line_of, told
 
 _STEP_KEYS = ("rewards", "environment_feedback", "done")
 _NEEDED = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine")
-_GIVEN = (*_NEEDED, "images")
 _NEEDED_KEYS = frozenset({"observation_tokens", "action_ranges", "rollout_log_probs", "reward"})
 _TRIES = 3  # of an episode that fails before its first word: a sandbox that does not start, a reset over the network
 _ROOM = 256  # tokens of the episode after the prompt
@@ -214,22 +213,19 @@ class _EngineProxy:
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         """Raises RewardImportError: asked in a way in which nobody knows for which episode, or for tokens of another
         distribution than the one that is trained."""
-        if asyncio.get_running_loop() is not self._loop:
-            misuse = RewardImportError(_NOT_FROM_ITS_LOOP)
-            self._loop.call_soon_threadsafe(self._break, misuse)
-            raise misuse
+        misuse = _NOT_OF_THIS_EPISODE if self._closed else ""
         for name in _DISTRIBUTION:
             asked, wanted = (getattr(params, name, None) for params in (sampling_params, self.run_params))
             neutral = asked is None or (not asked and name not in _DISTRIBUTION[:2])
             if not neutral and asked not in (wanted, _NEUTRAL.get(name)):
-                misuse = RewardImportError(_OTHER_SAMPLING.format(name, asked, wanted))
-                self._break(misuse)
-                raise misuse
-        if sampling_params.logprobs is None:
-            sampling_params = copy.copy(sampling_params)
-            sampling_params.logprobs = 1
-        if self._closed:
-            raise RewardImportError(_NOT_OF_THIS_EPISODE)
+                misuse = _OTHER_SAMPLING.format(name, asked, wanted)
+        if asyncio.get_running_loop() is not self._loop:
+            misuse = _NOT_FROM_ITS_LOOP
+        if misuse:
+            error = RewardImportError(misuse)
+            self._loop.call_soon_threadsafe(self._break, error)
+            raise error
+        sampling_params.logprobs = sampling_params.logprobs or 1
         self._waiting += 1
         try:
             output = await self._engine.generate(prompt_token_ids, sampling_params, *args, **kwargs)
@@ -283,11 +279,9 @@ def _build(path: str, timeout_s: float, max_failures: int, failure_value: float)
 
 
 def load_agent(path: Path) -> AgentExecutorBase:
-    """The file's class ``AgentExecutor``, as OpenRLHF 0.8.7 to 0.11.2 have it, or else its function ``run_agent``; or
-    ValueError. What a ``MultiTurnAgentExecutor``'s ``step`` returns as ``rewards`` and ``scores`` may be any number,
-    not only the tensor that OpenRLHF asks for (openrlhf/utils/agent.py:131)."""
-    if path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"--train.agent_func_path must be an existing Python file, got {path}")
+    """The file's class ``AgentExecutor``, as OpenRLHF 0.8.7 to 0.11.2 have it, or else its function ``run_agent``. What
+    a ``MultiTurnAgentExecutor``'s ``step`` returns as ``rewards`` and ``scores`` may be any number, not only the tensor
+    that OpenRLHF asks for (openrlhf/utils/agent.py:131). Raises ValueError: there is none that can be called."""
     module = import_importable(path, "agent_module")
     executor_class, run_agent = getattr(module, "AgentExecutor", None), getattr(module, "run_agent", None)
     if executor_class is None and run_agent is not None:
@@ -317,32 +311,25 @@ def _check_run_agent(run_agent: Any, path: Path) -> None:
     try:
         inspect.signature(run_agent).bind("prompt", "label", "base_url")
     except TypeError as error:
-        raise ValueError(f"{_line_of(run_agent, path)}: run_agent must take prompt, label, base_url: {error}") from None
+        raise ValueError(f"{line_of(run_agent, path)}: run_agent must take prompt, label, base_url: {error}") from None
 
 
 def _check_execute(executor_class: type[AgentExecutorBase], path: Path) -> None:
     execute = inspect.unwrap(executor_class.execute)  # what a decorator has around it is the user's affair
     wrong = "" if inspect.iscoroutinefunction(execute) else "it is not async"
     try:
-        inspect.signature(execute).bind(None, **dict.fromkeys({*_NEEDED, *_named(execute)}))
+        inspect.signature(execute).bind(None, **dict.fromkeys(_named(execute)))
     except TypeError as error:
         wrong = str(error)
     if wrong:
         raise ValueError(
-            f"{_line_of(execute, path)}: AgentExecutor.execute must be async and take {', '.join(_NEEDED)}: {wrong}"
+            f"{line_of(execute, path)}: AgentExecutor.execute must be async and take {', '.join(_NEEDED)}: {wrong}"
         )
 
 
 def _named(execute: Callable[..., Any]) -> list[str]:
-    """Which of the arguments that there are ``execute`` takes: those of earlier releases had no ``images``."""
-    parameters = inspect.signature(execute).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return [name for name in _GIVEN if takes_all or name in parameters]
-
-
-def _line_of(function: Any, path: Path) -> str:
-    code = getattr(function, "__code__", None)
-    return f"{path}, line {code.co_firstlineno}" if code else str(path)
+    """What ``execute`` is given: those of earlier releases had no ``images``."""
+    return [*_NEEDED, *{"images"} & inspect.signature(execute).parameters.keys()]
 
 
 def _checked_environment(instance_class: Any, path: Path) -> Any:

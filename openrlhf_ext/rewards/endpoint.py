@@ -121,8 +121,8 @@ class _Endpoint:
             os.environ[name] = ",".join(filter(None, [os.environ.get(name), _HOST]))
         app = web.Application(client_max_size=_LARGEST_REQUEST)
         app.add_routes([
-            web.post("/{episode}/v1/chat/completions", self._chat),
-            web.post("/{episode}/v1/completions", self._complete),
+            web.post("/{episode}/v1/chat/completions", partial(self._respond, _chat_body)),
+            web.post("/{episode}/v1/completions", partial(self._respond, _text_body)),
             web.get("/{episode}/v1/models", self._models),
             web.route("*", "/{rest:.*}", self._unknown),
         ])  # fmt: skip
@@ -133,19 +133,13 @@ class _Endpoint:
         self._address = f"http://{_HOST}:{server.addresses[0][1]}"
         return server
 
-    async def _chat(self, request: web.Request) -> web.Response:
-        return await self._respond(request, _chat_body)
-
-    async def _complete(self, request: web.Request) -> web.Response:
-        return await self._respond(request, _text_body)
-
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": _MODEL, "object": "model", "owned_by": ""}]})
 
     async def _unknown(self, request: web.Request) -> web.Response:
         return _refusal(404, f"{request.method} {request.path} is not served: POST chat/completions or completions")
 
-    async def _respond(self, request: web.Request, written: Callable[[Call, bool], dict[str, Any]]) -> web.Response:
+    async def _respond(self, written: Callable[[Call, bool], dict[str, Any]], request: web.Request) -> web.Response:
         episode = self._episodes.get(request.match_info["episode"])
         if episode is None:
             return _refusal(410, "this episode has ended, or there was none of this address")

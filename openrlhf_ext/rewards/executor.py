@@ -118,13 +118,11 @@ class HttpReward:
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
-    """What a server sends; little more than ``_LARGEST_BODY`` of what is longer."""
-    body = bytearray()
-    async for chunk in response.content.iter_chunked(1 << 16):
-        body += chunk
-        if len(body) > _LARGEST_BODY:
-            break
-    return bytes(body)
+    """What a server sends; one byte more than ``_LARGEST_BODY`` of what is longer."""
+    try:
+        return await response.content.readexactly(_LARGEST_BODY + 1)
+    except asyncio.IncompleteReadError as end:
+        return end.partial
 
 
 def _check_status(response: aiohttp.ClientResponse, body: bytes, url: str, sample: tuple[str, str, Any]) -> None:
@@ -252,15 +250,9 @@ class SeveralGraders:
 
 def make_executor(options: Reward, more: Iterable[str] = ()) -> Callable[[], Any]:
     """A picklable factory that builds the executor inside the rollout engine's process; without ``reward.remote_url``
-    one that does not grade. ``more``: graders beside it, which requests name. Raises ValueError."""
-    graders: dict[str | None, Reward] = {None: options}
-    graders |= {address: options.model_copy(update={"remote_url": address}) for address in more}
-    for each in graders.values():
-        if each.remote_url is not None:
-            open_grader(each)  # a wrong address fails here, not inside a Ray actor
-    if len(graders) == 1:
-        return partial(_build_executor, options)
-    return partial(_build_several, graders)
+    one that does not grade. ``more``: graders beside it, which requests name."""
+    beside = {address: options.model_copy(update={"remote_url": address}) for address in more}
+    return partial(_build, {None: options, **beside})
 
 
 def open_grader(options: Reward) -> Grader:
@@ -276,10 +268,11 @@ def open_grader(options: Reward) -> Grader:
     )
 
 
-def _build_several(graders: Mapping[str | None, Reward]) -> SeveralGraders:
-    return SeveralGraders({name: _build_executor(options) for name, options in graders.items()})
-
-
-def _build_executor(options: Reward) -> GradedSingleTurnExecutor:
-    policy = FailurePolicy(options.max_failures, options.failure_value)
-    return GradedSingleTurnExecutor(None if options.remote_url is None else open_grader(options), policy)
+def _build(graders: Mapping[str | None, Reward]) -> SeveralGraders:
+    return SeveralGraders({
+        name: GradedSingleTurnExecutor(
+            None if options.remote_url is None else open_grader(options),
+            FailurePolicy(options.max_failures, options.failure_value),
+        )
+        for name, options in graders.items()
+    })  # fmt: skip

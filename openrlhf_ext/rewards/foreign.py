@@ -18,15 +18,16 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from openrlhf_ext.rewards.grading import RESERVED_LOG_KEYS, InvalidAnswer, finite_number, settled
 
-_WORDS = ("completions", "solution_str")
-_NOT_GIVEN = {"completion_ids", "trainer_state", "environments", "log_extra", "log_metric", "reward_router_address",
-    "reward_model_tokenizer"}  # fmt: skip
-_VERLS = ("data_source", "extra_info")  # which it hands on with the label, and most functions do not read
+_WORDS = {"completions", "solution_str"}
+_NO_LABEL = {*_WORDS, "prompts", "completion_ids", "trainer_state", "environments", "log_extra", "log_metric",
+    "reward_router_address", "reward_model_tokenizer"}  # fmt: skip
+_VERLS = {"data_source", "extra_info"}  # which it hands on with the label, and most functions do not read
 _UNTOLD = "a name in its **kwargs"
 _MADE = (
     "?", "{0}", "The answer is \\boxed{{{0}}}.\n#### {0}", "<think>\n{0}\n</think>\n<answer>\n{0}\n</answer>",
@@ -36,115 +37,97 @@ _MADE = (
 TRIED = 2 * len(_MADE)
 
 
-class _Reads(NamedTuple):
-    """Names that a function cannot be called without; that it may be given; of these, those that may be meant for the
-    label (``answer=""``, not ``weight=0.5``), or ``_UNTOLD``; whether it takes any name; its body, "" if unknown.
-    ``kwargs["solution"]`` cannot do without solution, ``kwargs.get("solution")`` may be given it."""
-
-    needs: list[str]
-    may: list[str]
-    labels: list[str]
-    takes_all: bool
-    body: str
-
-
 def is_foreign(function: Any) -> bool:
     """Whether a function takes what only verl's and TRL's take."""
-    try:
-        return not inspect.isclass(function) and not set(_WORDS).isdisjoint(_reads(function).needs)
-    except (TypeError, ValueError):  # not callable, or of compiled code
-        return False
+    return callable(function) and not inspect.isclass(function) and not _WORDS.isdisjoint(_needed(function))
 
 
-def _reads(function: Callable[..., Any]) -> _Reads:
+def _needed(function: Callable[..., Any]) -> set[str]:
     parameters = inspect.signature(function).parameters.values()
-    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    needs = [one.name for one in named if one.default is one.empty]
-    may = [one.name for one in named if one.name not in needs]
-    settings = [one.name for one in named if isinstance(one.default, numbers.Number)]
-    rest = next((one.name for one in parameters if one.kind is one.VAR_KEYWORD), None)
+    return {one.name for one in parameters if one.default is one.empty and "*" not in str(one)}
+
+
+def _body(function: Callable[..., Any]) -> str:
+    """Its code in single quotes, without comments and docstring; its signature where the code is in no file."""
+    inner = function if inspect.isroutine(function) else getattr(function, "func", type(function).__call__)
     try:
-        inner = function if inspect.isroutine(function) else getattr(function, "func", type(function).__call__)
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(inner)))
-        body = ast.unparse(ast.parse(source)).partition(":\n    ")[2]  # whose quotes are single ones
-    except (OSError, TypeError, SyntaxError):  # of compiled code, or in no file
-        body = ""
-    body = re.sub('""".*?"""', "", body, flags=re.DOTALL)
-    read = re.compile(rf"\b{rest}(\[|\.get\(|\.pop\()'(\w+)'|'(\w+)' (?:not )?in {rest}\b")
-    for how, name, asked in read.findall(body):
-        (needs if how == "[" else may).append(name or asked)
-    labels = [one for one in dict.fromkeys(may) if one not in (*settings, *needs, *_NOT_GIVEN, "prompts")]
-    if rest and (not body or re.search(rf"\b{rest}\b", read.sub("", body))):
-        labels.append(_UNTOLD)
-    return _Reads(needs, may, labels, rest is not None, body)
+        code = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(inner)))))
+    except (OSError, TypeError, SyntaxError):
+        return str(inspect.signature(function))
+    return re.sub('""".*?"""', "", code.partition(":\n    ")[2], flags=re.DOTALL)
 
 
 class _Function:
-    """One of their functions. Raises TypeError: it needs what no run has, or a line of its file is not understood."""
+    """One of their functions. Raises TypeError: a line of its file is not understood."""
 
     def __init__(self, function: Callable[..., Any], module: ModuleType) -> None:
         self._function, self._module = function, module
         self._name = getattr(function, "__name__", type(function).__name__)
-        needs, may, labels, self._takes_all, body = _reads(function)
-        if absent := sorted(_NOT_GIVEN.intersection(needs)):
-            raise TypeError(f"{self._name} needs {', '.join(absent)}, which nobody has here: give it a default")
-        self.is_trls = "completions" in needs
-        if not self.is_trls and self._takes_all:
-            needs += ["ground_truth", *_VERLS]
-        columns = {*needs} - {*_WORDS, "prompts"}
-        self._names = columns.union(may) - {*_NOT_GIVEN, "prompts"}
-        self._prompts = self._takes_all or "prompts" in (*needs, *may)
-        self._needs = sorted(one for one in columns if one not in _VERLS or one in (body or one))
-        self._none = {} if self.is_trls else dict.fromkeys(columns.intersection(_VERLS))
-        labels = ["ground_truth"] if "ground_truth" in needs else self._needs or labels
+        parameters, needed, body = inspect.signature(function).parameters, _needed(function), _body(function)
+        rest = next((name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD), None)
+        self.is_trls, self._takes_all = "completions" in needed, rest is not None
+        if rest and not self.is_trls:
+            needed |= {"ground_truth", *_VERLS}
+        reads = re.findall(rf"(?:'(\w+)' (?:not )?in )?\b{rest}\b(?:(?:\[|\.get\(|\.pop\()'(\w+)')?", body)
+        keys = [asked or key or _UNTOLD for asked, key in reads if rest]
+        self._none = dict.fromkeys(one for one in _VERLS & needed if one not in body)
+        self._needs = sorted(needed - {*self._none, *_WORDS, "prompts"})
+        may = [one for one in parameters if not isinstance(parameters[one].default, numbers.Number) and one != rest]
+        labels = [one for one in self._needs or dict.fromkeys([*may, *keys]) if one not in _NO_LABEL]
+        if "ground_truth" in needed:
+            labels = ["ground_truth"]
         if hasattr(module, "label_column"):
             labels = [] if module.label_column is None else [module.label_column]
-        self._label = labels[0] if len(labels) == 1 and labels[0] != _UNTOLD else None
-        self._labels = labels
-        form = getattr(module, "completions", None) if self.is_trls else "texts"
-        if isinstance(form, str) and form not in ("texts", "messages"):
-            raise TypeError(f'completions must be "texts" or "messages": got {form!r}')
-        self._chat = form == "messages" if isinstance(form, str) else None
+        self._labels, self._label = labels, labels[0] if len(labels) == 1 and labels[0] != _UNTOLD else None
+        self._prompts = self._takes_all or "prompts" in parameters
+        self._names = {*needed, *parameters, *keys, *(labels if rest else ())}
+        self._chat: bool | None = None if self.is_trls else False
+        if self.is_trls and isinstance(form := getattr(module, "completions", None), str):
+            if form not in ("texts", "messages"):
+                raise TypeError(f'completions must be "texts" or "messages": got {form!r}')
+            self._chat = form == "messages"
 
     @property
     def said(self) -> str:
         """How it is called."""
         form = "TRL's form, with all completions of a prompt" if self.is_trls else "verl's form, with one completion"
-        label, keys = self._label or "no column", ", ".join(sorted(self._names)) or "none"
         texts = "messages" if self._chat else "texts"
-        return f"{self._name} is called in {form}; {label} is the label (keys: {keys}); completions are {texts}"
+        return f"{self._name} is called in {form}; {self._label or 'no column'} is the label; completions are {texts}"
 
-    def answers(self, prompt: str, label: Any, completions: Sequence[str]) -> list[Any]:
-        """Its answer to each completion in the form of ``reward_func``; None where it says None. Raises
-        InvalidAnswer."""
+    def answers(self, prompt: str, label: Any, completions: Sequence[str]) -> list[Mapping[str, Any]]:
+        """Its answer to each completion in the form of ``reward_func``. Raises InvalidAnswer."""
         keys = dict(label) if isinstance(label, Mapping) else {}
         if self._label is not None:
             keys.setdefault(self._label, label)
         if missing := sorted({*self._needs} - {*keys}):
             raise InvalidAnswer(
                 f"needs {', '.join(missing)}, and a run hands on one column, the label (--data.label_key): make it "
-                f"an object with the keys {', '.join(self._needs)}"
+                f"an object with the keys {', '.join(self._needs)}, or give what nobody has here a default"
             )
-        given = self._none | {one: keys[one] for one in keys if self._takes_all or one in {*self._names, self._label}}
-        seen = self._labels == [] or (given if _UNTOLD in self._labels else {*self._names, *self._labels} & {*given})
-        if not seen and label not in (None, ""):
+        given = {one: keys[one] for one in keys if self._takes_all or one in self._names}
+        reached = given if _UNTOLD in self._names else self._names & {*given}
+        if self._labels and not reached and label not in (None, ""):
             raise InvalidAnswer(
                 f"would never see the label {label!r:.80}: it may read it as {' or '.join(self._labels)}. Write a line "
                 f'label_column = "NAME" into the file (None: {self._name} needs no label), or make the label an object '
                 "with the keys that it reads"
             )
+        given = self._none | given
         if not self.is_trls:
             return [_as_ours(settled(self._function(solution_str=one, **given))) for one in completions]
         if self._chat is None:
             self._chat = self._takes_messages(prompt, given)
-        return [None if one is None else {"rewards": one} for one in self._ask(prompt, given, completions, self._chat)]
+        return [{"rewards": one} for one in self._ask(prompt, given, completions, self._chat)]
 
     def _ask(self, prompt: str, given: Mapping[str, Any], completions: Sequence[str], chat: bool) -> list[Any]:
+        def said(role: str, text: str) -> Any:
+            return [{"role": role, "content": text}] if chat else text
+
         count = len(completions)
         columns = {one: [value] * count for one, value in given.items()}
-        texts = {"completions": completions, "prompts": [prompt] * count}
-        for one, role in (("completions", "assistant"), ("prompts", "user"))[: 1 + self._prompts]:
-            columns[one] = [[{"role": role, "content": text}] if chat else text for text in texts[one]]
+        columns["completions"] = [said("assistant", text) for text in completions]
+        if self._prompts:
+            columns["prompts"] = [said("user", prompt)] * count
         found = list(settled(self._function(**columns)))
         if len(found) != count:
             raise InvalidAnswer(f"returned {len(found)} rewards for {count} completions")
@@ -162,15 +145,13 @@ class _Function:
             except Exception as error:  # as is to be expected in the wrong form
                 return f"{type(error).__name__}: {error}"
 
-        texts, messages = found = [[outcome(chat, one.format(label)) for one in _MADE] for chat in (False, True)]
-        told = [[one for one in answers if not isinstance(one, str)] for answers in found]
-        for either in (map(bool, told), (len({*answers}) > 1 or 0 < len(answers) < len(_MADE) for answers in told)):
-            first, second = either
-            if first != second:
-                return second
-        if "list[list" in str(inspect.signature(self._function).parameters["completions"]).lower():
-            return True
-        if texts == messages and len({*told[0]}) > 1 or "content" not in Path(str(self._module.__file__)).read_text():
+        texts, messages = ([outcome(chat, one.format(label)) for one in _MADE] for chat in (False, True))
+        of_texts, of_messages = (  # 0: it fails, 1: it says the same to all, 2: it tells them from each other
+            any(not isinstance(one, str) for one in each) * min(2, len({*each})) for each in (texts, messages)
+        )
+        if of_texts != of_messages:
+            return of_messages > of_texts
+        if texts == messages and of_texts == 2 or "content" not in Path(str(self._module.__file__)).read_text():
             return False
         raise InvalidAnswer(
             "takes texts and messages alike, and nothing tells which it is made for: to completions made for a trial "
@@ -205,19 +186,17 @@ class ForeignReward:
 
     def __call__(self, queries: Any, prompts: Any, labels: Any, completions: Any) -> list[Mapping[str, Any]]:
         answers = [function.answers(prompts[0], labels[0], completions) for function in self._functions]
-        return [self._summed(one) for one in zip(*answers, strict=True)]
+        return answers[0] if self._weights == [1.0] else [*map(self._summed, zip(*answers, strict=True))]
 
-    def _summed(self, answers: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any]:
-        """``acc`` is the mean of those that tell it. A completion that no function grades has the reward None."""
-        graded = [(one, weight) for one, weight in zip(answers, self._weights, strict=True) if one is not None]
-        if len(graded) == len(answers) == 1 and self._weights == [1.0]:
-            return graded[0][0]
-        right = [one["scores"] for one, _ in graded if one.get("scores") is not None]
+    def _summed(self, answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """``acc`` is the mean of those that tell it."""
+        rewards = [one["rewards"] and one["rewards"] * weight for one, weight in zip(answers, self._weights, strict=True)]
+        given = [one for one in rewards if one is not None]
+        right = [one["scores"] for one in answers if one.get("scores") is not None]
+        logs = {key: value for one in answers for key, value in one.get("extra_logs", {}).items()}
         return {
-            "rewards": sum(weight * one["rewards"] for one, weight in graded) if graded else None,
-            "scores": sum(right) / len(right) if right else None,
-            "extra_logs": {key: value for one, _ in graded for key, value in one.get("extra_logs", {}).items()},
-        }
+            "rewards": sum(given) if given else None, "scores": fmean(right) if right else None, "extra_logs": logs
+        }  # fmt: skip
 
 
 def _as_ours(found: Any) -> Mapping[str, Any]:

@@ -16,8 +16,6 @@ import inspect
 import os
 import resource
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -26,12 +24,11 @@ from typing import Any
 
 from openrlhf_ext.rewards.foreign import ForeignReward, is_foreign
 from openrlhf_ext.rewards.grading import InvalidAnswer, RewardResult, parse_answer, settled
-from openrlhf_ext.user_code import import_importable, told
+from openrlhf_ext.user_code import import_importable, line_of, told
 
 RewardFunction = Callable[..., Any]
 STACK_SIGNAL = signal.SIGUSR1  # the parent asks for the Python stack before it kills a worker that hangs
 _PR_SET_PDEATHSIG = 1
-_PARENT_POLL_S = 1.0
 _POSITIONAL = ("queries", "prompts", "labels")
 
 
@@ -49,8 +46,8 @@ def main(connection_fd: int, stack_fd: int, parent_pid: int, memory_mib: int, re
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         try:
             function = load_reward_function(reward_path)
-        except BaseException:  # noqa: B036  user code may raise SystemExit; the pool must hear of it
-            connection.send(("import_error", _user_traceback()))
+        except BaseException as error:  # noqa: B036  user code may raise SystemExit; the pool must hear of it
+            connection.send(("import_error", _told(error)))
             return
         connection.send(("ready", getattr(function, "takes_groups", False)))
         while True:
@@ -69,28 +66,24 @@ def load_reward_function(reward_path: str) -> RewardFunction:
             return function
         if is_foreign(function):
             return ForeignReward([function], module)
-        code = getattr(function, "__code__", None)
-        place = f"{reward_path}, line {code.co_firstlineno}" if code is not None else reward_path
         raise TypeError(
-            f"{place}: reward_func{inspect.signature(function)} cannot be called as reward_func(queries, prompts, "
-            f"labels, **kwargs): {wrong}. Each is a list of one; it returns {{'rewards': number, 'scores': number}}"
+            f"{line_of(function, reward_path)}: reward_func{inspect.signature(function)} cannot be called as "
+            f"reward_func(queries, prompts, labels, **kwargs): {wrong}. Each is a list of one; it returns "
+            "{'rewards': number, 'scores': number}"
         )
     if hasattr(module, "reward_funcs"):
         return ForeignReward(module.reward_funcs, module, getattr(module, "reward_weights", None))
     public = {name: one for name, one in vars(module).items() if callable(one) and not name.startswith("_")}
-    foreign = [name for name, one in public.items() if one.__module__ == module.__name__ and is_foreign(one)]
-    if len(foreign) == 1 or "compute_score" in foreign:
-        return ForeignReward([public["compute_score" if "compute_score" in foreign else foreign[0]]], module)
+    foreign = {name: one for name, one in public.items() if one.__module__ == module.__name__ and is_foreign(one)}
+    if (only := foreign.get("compute_score", *(foreign.values() if len(foreign) == 1 else ()))) is not None:
+        return ForeignReward([only], module)
     choose = f"; say reward_func = one of {', '.join(foreign)}, or list them in reward_funcs" if foreign else ""
     raise AttributeError(f"{reward_path} defines no function reward_func; it defines {sorted(public)}{choose}")
 
 
 def _wrong_signature(function: RewardFunction) -> str | None:
     """Why the function does not take what ``call_reward`` gives it, in that order; None if it does."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of compiled code
-        return None
+    signature = inspect.signature(function)
     try:
         signature.bind(*_POSITIONAL, **dict.fromkeys(["completions"] if _takes_completions(function) else []))
     except TypeError as error:
@@ -119,10 +112,7 @@ def _answers(function: RewardFunction, samples: list[tuple[str, str, Any, str]])
 
 
 def _takes_completions(function: RewardFunction) -> bool:
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of compiled code
-        return False
+    parameters = inspect.signature(function).parameters
     return "completions" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
@@ -132,8 +122,8 @@ def _grade(function: RewardFunction, samples: list[tuple[str, str, Any, str]]) -
         answers = _answers(function, samples)
     except InvalidAnswer as error:
         return "invalid", str(error)
-    except BaseException:  # noqa: B036  SystemExit in user code is a failure of this sample, not the worker's end
-        return "raised", _user_traceback()
+    except BaseException as error:  # noqa: B036  SystemExit in user code is a failure of this sample, not of the worker
+        return "raised", _told(error)
     seconds = (time.perf_counter() - started) / len(samples)
     return "graded", [_parsed(answer, seconds) for answer in answers], getattr(function, "said", None)
 
@@ -145,31 +135,15 @@ def _parsed(answer: Any, seconds: float) -> RewardResult | str:
         return str(error)
 
 
-def _user_traceback() -> str:
-    """The active exception, see ``user_code.told``."""
-    error = sys.exc_info()[1]
-    assert error is not None, "called where an exception is handled"
-    text = told(error)
+def _told(error: BaseException) -> str:
     if not isinstance(error, MemoryError):
-        return text
+        return told(error)
     allowed = resource.getrlimit(resource.RLIMIT_DATA)[0] >> 20
-    return f"{text}\nA grading worker may take {allowed} MiB: raise --reward.memory_mib if it needs more"
+    return f"{told(error)}\nA grading worker may take {allowed} MiB: raise --reward.memory_mib if it needs more"
 
 
 def die_with(parent_pid: int, how: signal.Signals = signal.SIGKILL) -> None:
-    """End this process when its parent ends, whatever the user's code is doing."""
-    if not _signalled_with_parent(how):
-        threading.Thread(target=_exit_when_orphaned, args=(parent_pid,), daemon=True).start()
+    """The Linux kernel ends this process when its parent ends, even where native code holds the interpreter lock."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, how)
     if os.getppid() != parent_pid:  # it ended before the kernel was asked
         os._exit(1)
-
-
-def _signalled_with_parent(how: signal.Signals) -> bool:
-    """By the Linux kernel; SIGKILL reaches native code that holds the interpreter lock."""
-    return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, how) == 0
-
-
-def _exit_when_orphaned(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(_PARENT_POLL_S)
-    os._exit(1)

@@ -185,13 +185,11 @@ def test_trls_functions_are_summed_without_those_that_say_none(graded):
         graded("reward_funcs = ['some/model']")
 
 
-@pytest.mark.parametrize("head", [
-    "def f(completions, completion_ids):", "def f(completions, log_metric, **kwargs):",
-    "def f(completions, **kwargs):\n    kwargs['trainer_state']",
-])  # fmt: skip
+@pytest.mark.parametrize("head", ["completions, completion_ids", "completions, answer, log_metric, **kwargs"])
 def test_what_nobody_has_is_refused_by_name(graded, head):
-    with pytest.raises(TypeError, match="f needs (completion_ids|log_metric|trainer_state), which nobody has here"):
-        graded(head + "\n    return [0.0]\n")
+    with pytest.raises(InvalidAnswer, match="needs (completion_ids|log_metric), .*give what nobody has here a default"):
+        graded(f"def f({head}):\n    return [0.0]\n")
+    assert graded(f"def f({head}=None):\n    return [0.0]\n".replace(", **kwargs=None", "=None")).reward == 0
 
 
 def test_two_rewards_for_one_completion_are_refused(graded):
