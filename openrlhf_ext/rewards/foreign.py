@@ -190,8 +190,8 @@ class ForeignReward:
 
     def _summed(self, answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """``acc`` is the mean of those that tell it."""
-        rewards = [one["rewards"] and one["rewards"] * weight for one, weight in zip(answers, self._weights, strict=True)]
-        given = [one for one in rewards if one is not None]
+        pairs = [(one["rewards"], weight) for one, weight in zip(answers, self._weights, strict=True)]
+        given = [reward * weight for reward, weight in pairs if reward is not None]
         right = [one["scores"] for one in answers if one.get("scores") is not None]
         logs = {key: value for one in answers for key, value in one.get("extra_logs", {}).items()}
         return {
