@@ -628,9 +628,8 @@ def settings_text(result: dict[str, Any]) -> str:
     named = ", ".join(f"{name} {number}" for name, number in sorted(versions.items()))
     seeds = max(len(row["seeds"]) for row in result["systems"])
     steps = ", ".join(f"{load['steps']} steps of {name}" for name, load in result["settings"]["workloads"].items())
-    commits = ", ".join(f"`{name}`" for name in sorted({name for row in result["systems"] for name in row["commits"]}))
     machine = f"{result['device']}, {result['cores']} cores"
-    return f"{machine}; {named}; {steps}; {seeds} seed{'s' if seeds > 1 else ''}; commit {commits}."
+    return f"{machine}; {named}; {steps}; {seeds} seed{'s' if seeds > 1 else ''}."
 
 
 def figure(result: dict[str, Any], path: Path) -> None:
