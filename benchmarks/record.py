@@ -47,7 +47,10 @@ MEASURES: dict[str, tuple[str, ...]] = {
         *_TOY, "configs/real_model.yaml", "examples/python/gym_task.py", "examples/python/reward_gsm8k.py",
         "openrlhf_ext/run/corridor.py",
     ),
-    "end_to_end_cpu.json": (*_TOY, *(f"openrlhf_ext/{part}" for part in _STEP)),
+    "end_to_end_cpu.json": (
+        *_TOY, *(f"openrlhf_ext/{part}" for part in _STEP),
+        *(f"benchmarks/end_to_end_{name}" for name in ("arithmetic.py", "reward.py", "trl.py", "trl.lock")),
+    ),
     "engine_side_cpu.json": (
         "openrlhf_ext/rollout/scheduler.py", "openrlhf_ext/rollout/response.py", "openrlhf_ext/rewards/executor.py",
     ),
