@@ -94,8 +94,7 @@ def table() -> str:
     found = record.load(RESULT.name)
     before = found["before"]["accuracy"]
     lines = [
-        f"{found['device']}, {found['cores']} cores, no GPU, one seed. "
-        f"Before training: {before:.3f} (transformers).",
+        f"{found['device']}, {found['cores']} cores, no GPU, one seed. Before training: {before:.3f} (transformers).",
         "",
         "| run | accuracy of the engines, start and end | final checkpoint, unquantized | gain, points | "
         "mean abs dlogp of trainer and engines | mean abs log ratio of the first update |",

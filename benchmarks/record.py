@@ -293,6 +293,8 @@ def _made(program: str, name: str) -> tuple[str, list[str]]:
         return "", [f"{name}.json"]
     _LOADED.clear()
     text = importlib.import_module(f"benchmarks.{program}").TEXTS[name]()
+    if not _LOADED:
+        raise ValueError(f"benchmarks/{program}.py: TEXTS[{name!r}] reads no record by record.load")
     return text, list(dict.fromkeys(_LOADED))
 
 

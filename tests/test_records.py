@@ -11,9 +11,7 @@ from benchmarks import record
 
 COMMITTED = sorted(path.name for path in record.RESULTS.glob("*.json"))
 # 1.5 s, 90 %, 3.1 GiB, 4,345 tokens/s: what somebody measured
-MEASURED = re.compile(
-    r"\d[\d.,]*(?:%| %| s\b| min(?:utes)?\b| GiB\b| MiB\b| times\b|x faster| tokens/s\b)"
-)
+MEASURED = re.compile(r"\d[\d.,]*(?:%| %| s\b| min(?:utes)?\b| GiB\b| MiB\b| times\b|x faster| tokens/s\b)")
 
 
 # measured soon: its record may be absent
