@@ -141,7 +141,7 @@ class Commands:
         else:
             assert name == "real_model", f"nothing stands in for {name} {words}"
             return f"{self.toys / 'chat'}\n"
-        return ""
+        return "done\n"
 
     def train(self, name: str, words: list[str], given: dict[str, str]) -> None:
         """The dry run, once for the same options."""
