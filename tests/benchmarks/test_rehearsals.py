@@ -441,7 +441,9 @@ def test_end_to_end(call, results, tmp_path, commands, monkeypatch):
         elif "openrlhf_ext.cli.train_ppo_ray" in words:
             commands(words)
         else:
-            return int("openrlhf" in " ".join(words)), 0  # of environments TRL's alone can be made
+            if words[1:3] == ["-m", "venv"]:
+                Path(words[3]).mkdir(parents=True)
+            return int("openrlhf" in " ".join(words[4:])), 0  # of environments TRL's alone can be made
         return 0, 2**30
 
     monkeypatch.setattr(module, "run_logged", started)
