@@ -220,7 +220,7 @@ def test_lengths(call, results, monkeypatch):
     module = program("lengths")
     real = json.loads((COMMITTED / "lengths_cpu.json").read_text())["real"]
     monkeypatch.setattr(module, "real_runs", lambda *_: real)  # jobs with classes of their own, by Ray
-    call(module, "--steps", 6, "--seeds", 2, "--work", results / "w", "--output", results / "lengths_cpu.json")
+    call(module, "--steps", 12, "--seeds", 1, "--work", results / "w", "--output", results / "lengths_cpu.json")
     held(module, "lengths_cpu.json")
 
 
