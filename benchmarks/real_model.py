@@ -198,7 +198,7 @@ def write_record(work: Path, script: dict[str, Any] | None) -> None:
             if not any((cell["estimator"], cell["seed"]) == (estimator, seed) for cell in cells)
         ],
     }
-    record.write(RESULT, found)
+    record.write(RESULT, found, kept=True)
     draw(found)
     print(f"{RESULT}: {len(cells)} cells, {len(found['missing'])} missing")
 

@@ -2,12 +2,14 @@
 
     python benchmarks/record.py                  # which records are older than what they measure
     python benchmarks/record.py --pages          # writes what stands between the marks of README and docs anew
-    python benchmarks/record.py --holds benchmarks/results/head_cpu.json "only messages changed since"
 
-A record in ``benchmarks/results`` has ``measures``: the files of MEASURES that it is about, each with a digest. Where
-one has changed since, the benchmark is run again, or ``still_holds`` says why its numbers are the same.
-``tests/test_records.py`` holds both, and that no measured number of README and docs/performance.md stands outside of
-what is made from a record.
+A record in ``benchmarks/results`` has ``measures``: the files of MEASURES that it is about, each with a digest of what
+it was when it was measured. It holds while the files are the same. Where one has changed, the numbers are those of
+another commit, and the text that is made from the record says so, until the benchmark is run again: no word extends a
+record. ``tests/test_records.py`` holds the text, and that no measured number of README and docs/performance.md stands
+outside of it.
+
+A digest that is null was never recorded. Where a benchmark was run again in part, a file has the digests of all parts.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -44,7 +47,10 @@ MEASURES: dict[str, tuple[str, ...]] = {
         *_TOY, "configs/real_model.yaml", "examples/python/gym_task.py", "examples/python/reward_gsm8k.py",
         "openrlhf_ext/run/corridor.py",
     ),
-    "end_to_end_cpu.json": (*_TOY, *(f"openrlhf_ext/{part}" for part in _STEP)),
+    "end_to_end_cpu.json": (
+        *_TOY, *(f"openrlhf_ext/{part}" for part in _STEP),
+        *(f"benchmarks/end_to_end_{name}" for name in ("arithmetic.py", "reward.py", "trl.py", "trl.lock")),
+    ),
     "engine_side_cpu.json": (
         "openrlhf_ext/rollout/scheduler.py", "openrlhf_ext/rollout/response.py", "openrlhf_ext/rewards/executor.py",
     ),
@@ -94,11 +100,17 @@ MEASURES: dict[str, tuple[str, ...]] = {
         "benchmarks/silent", "openrlhf_ext/run/corridor.py", "openrlhf_ext/driver/gauges.py",
         "openrlhf_ext/rollout/sync", "openrlhf_ext/ranks/movement.py", "openrlhf_ext/sft/gauges.py",
     ),
+    "soak_cpu.json": (
+        "openrlhf_ext/megatron/settings.py", "openrlhf_ext/reporting/progress.py", "openrlhf_ext/driver/loop.py",
+    ),
     "streaming_cpu.json": ("openrlhf_ext/driver/rollouts.py",),
     "weight_sync_cpu.json": ("openrlhf_ext/rollout/sync", "openrlhf_ext/ranks/publishing.py"),
 }  # fmt: skip
-# <!-- begin: quickstart.text -->: what benchmarks/quickstart.py has under "text" in its TEXTS
+# <!-- begin: quickstart.text -->: what benchmarks/quickstart.py has under "text" in its TEXTS; record.head_cpu: only
+# the state of head_cpu.json, for text beside it that is written by hand
 REGION = re.compile(r"(<!-- begin: (\w+)\.(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+COMMIT = re.compile(r"([0-9a-f]{7,40})(-dirty)?\b")
+_LOADED: list[str] = []
 
 
 def status_bytes(key: str) -> int:
@@ -118,6 +130,7 @@ def environment(*packages: str) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),
         "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in packages},
     }
@@ -162,31 +175,86 @@ def _meaning(file: Path) -> bytes:
     return ast.dump(tree).encode()
 
 
-def changed(record: dict[str, Any]) -> list[str]:
-    """Files that the record measures and that have changed since, and since it was said to hold all the same."""
-    known = record.get("still_holds", record)["measures"]
-    return [path for path, digest in known.items() if not (ROOT / path).exists() or _digest(ROOT / path) != digest]
+def unlike(name: str, record: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Files that a record measures: those that have changed since, and those of which it has no digest."""
+    known = {path: None for path in MEASURES[name]} | record["measures"]
+    then = {path: digest if isinstance(digest, list) else [digest] for path, digest in known.items()}
+    unknown = [path for path, each in then.items() if None in each]
+    now = {path: _digest(ROOT / path) if (ROOT / path).exists() else "" for path in then}
+    return [path for path in then if path not in unknown and then[path] != [now[path]]], unknown
 
 
-def write(path: Path, found: dict[str, Any]) -> None:
-    """Writes a record that was just made, with what it measures if it is one of the committed ones."""
-    measures = {"measures": digests(MEASURES[path.name])} if path.name in MEASURES else {}
-    path.write_text(json.dumps(found | measures, indent=1) + "\n")
+def write(path: Path, found: dict[str, Any], kept: bool = False) -> None:
+    """Writes a record that was just made, with what it measures if it is one of the committed ones.
+
+    Args:
+        path: of the record.
+        found: its content.
+        kept: parts of it are those of the file that is there, and so are their digests.
+    """
+    if path.name in MEASURES:
+        measures: dict[str, Any] = digests(MEASURES[path.name])
+        if kept and path.exists():
+            known = json.loads(path.read_text()).get("measures", {})
+            measures = {file: _both(known.get(file), digest) for file, digest in measures.items()}
+        found = found | {"measures": measures}
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def holds(path: Path, why: str) -> None:
-    """Writes into a record why its numbers are the same with the files as they are now, behind the reasons of earlier
-    changes: one may say of what the numbers are. A reason that is there already is not repeated."""
-    record = json.loads(path.read_text())
-    earlier = record.get("still_holds", {"why": ""})["why"]
-    reasons = earlier if why in earlier else f"{earlier.rstrip('.')}. {why}" if earlier else why
-    record["still_holds"] = {"why": reasons, "measures": digests(MEASURES[path.name])}
-    path.write_text(json.dumps(record, indent=1) + "\n")
+def _both(then: str | list[str | None] | None, now: str) -> str | list[str | None]:
+    digests_then = then if isinstance(then, list) else [then]
+    return now if digests_then == [now] else [*(each for each in digests_then if each != now), now]
 
 
 def load(name: str) -> dict[str, Any]:
-    """A record of ``benchmarks/results``."""
+    """A record of ``benchmarks/results``; the text that is made from it says whether it holds."""
+    _LOADED.append(name)
     return json.loads((RESULTS / name).read_text())
+
+
+def state(name: str) -> str:
+    """One line: where a record was measured, and what has changed since."""
+    record = load(name)
+    at = " (".join(filter(None, [", ".join(f"`{each}`" for each in commits(record)), _days(record)]))
+    text = [f"Measured at commit {at}{')' * ('(' in at)}."]
+    changed, unknown = unlike(name, record)
+    if changed:
+        these = "this has" if len(changed) == 1 else "these have"
+        text.append(f"Since then {these} changed: {_some(changed)}.")
+    if unknown:
+        text.append(f"It was not recorded what {_some(unknown)} had in it.")
+    if changed or unknown:
+        text.append(f"The numbers are of {'those commits' if len(commits(record)) > 1 else 'that commit'}.")
+    return wrapped(" ".join(text))
+
+
+def _some(paths: list[str]) -> str:
+    names = [f"`{path.removeprefix('openrlhf_ext/')}`" for path in paths[:2]]
+    more = len(paths) - 2
+    return ", ".join(names) + (f" and {more} other{'s' * (more > 1)}" if more > 0 else "")
+
+
+def commits(record: dict[str, Any]) -> list[str]:
+    """All that the record names, each once, in its order."""
+    found = [COMMIT.match(text) for text in _named(record, ("commit", "commits"))]
+    return list(dict.fromkeys(match[1][:12] + (match[2] or "") for match in found if match))
+
+
+def _days(record: dict[str, Any]) -> str:
+    days = sorted({text[:10] for text in _named(record, ("date", "started"))})
+    return " to ".join(dict.fromkeys([days[0], days[-1]])) if days else ""
+
+
+def _named(part: Any, keys: tuple[str, ...]) -> Iterable[str]:
+    """Texts under these keys, wherever they stand."""
+    if isinstance(part, list):
+        for each in part:
+            yield from _named(each, keys)
+    elif isinstance(part, dict):
+        for key, value in part.items():
+            if key in keys:
+                yield from (text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str))
+            yield from _named(value, keys)
 
 
 def wrapped(text: str) -> str:
@@ -199,7 +267,7 @@ def wrapped(text: str) -> str:
 
 
 def filled(page: str) -> str:
-    """A page with every region as its benchmark writes it."""
+    """A page with every region as its benchmark writes it, and the state of the records that it is made from."""
     return REGION.sub(lambda region: f"{region[1]}{_text(region[2], region[3])}\n{region[4]}", page)
 
 
@@ -209,26 +277,44 @@ def write_pages() -> None:
         page.write_text(filled(page.read_text()))
 
 
+def region_records(page: str) -> set[str]:
+    """The records that the regions of a page are made from."""
+    return {name for region in REGION.finditer(page) for name in _made(region[2], region[3])[1]}
+
+
 def _text(program: str, name: str) -> str:
-    return importlib.import_module(f"benchmarks.{program}").TEXTS[name]()
+    text, names = _made(program, name)
+    return "\n\n".join([*filter(None, [text]), *map(state, names)])
+
+
+def _made(program: str, name: str) -> tuple[str, list[str]]:
+    """The text of a region and the records that were read for it."""
+    if program == "record":
+        return "", [f"{name}.json"]
+    _LOADED.clear()
+    text = importlib.import_module(f"benchmarks.{program}").TEXTS[name]()
+    if not _LOADED:
+        raise ValueError(f"benchmarks/{program}.py: TEXTS[{name!r}] reads no record by record.load")
+    return text, list(dict.fromkeys(_LOADED))
 
 
 def main() -> int:
     """Lists, or writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pages", action="store_true", help="write README and docs")
-    parser.add_argument("--holds", nargs=2, metavar=("RECORD", "WHY"), help="write into a record why it holds")
-    arguments = parser.parse_args()
-    if arguments.holds:
-        holds(Path(arguments.holds[0]), arguments.holds[1])
-    if arguments.pages:
+    if parser.parse_args().pages:
         write_pages()
-    old = {name: files for name in MEASURES if (files := changed(load(name)))}
-    for name, files in old.items():
-        print(f"{name}: {', '.join(files)} changed since")
+    names = [name for name in MEASURES if (RESULTS / name).exists()]
+    old = {name: found for name in names if any(found := unlike(name, load(name)))}
+    for name, (changed, unknown) in old.items():
+        said = [f"changed since: {', '.join(changed)}"] * bool(changed)
+        said += [f"no digest recorded: {', '.join(unknown)}"] * bool(unknown)
+        print(f"{name}: {'; '.join(said)}")
     return 1 if old else 0
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    sys.exit(main())
+    from benchmarks.record import main as of_the_module  # the benchmarks read records by it
+
+    sys.exit(of_the_module())

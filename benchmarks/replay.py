@@ -110,7 +110,7 @@ def run(task: Task, replay: str) -> dict[str, Any]:
 
 def table() -> str:
     """For docs/algorithms.md."""
-    found = json.loads(RESULT.read_text())
+    found = record.load(RESULT.name)
     own, replayed = found["runs"]["off"], found["runs"]["rollout"]
     return (
         f"A random mixture of 8 experts in bf16 on a CPU, {own['tokens']:.0f} tokens ([record]"
@@ -230,7 +230,7 @@ def read(metrics: Path) -> list[dict[str, Any]]:
 
 def learning() -> str:
     """For docs/algorithms.md."""
-    found = json.loads(LEARNING.read_text())
+    found = record.load(LEARNING.name)
     settings = found["settings"]
     lines = [
         f"The quickstart's task, {settings['steps']} steps, {len(settings['seeds'])} seeds: means, and the range in "

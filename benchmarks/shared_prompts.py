@@ -114,6 +114,7 @@ def main() -> None:
     """Measures, and writes the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--lengths", nargs="+", default=LENGTHS, type=_lengths, metavar="PROMPT:RESPONSE")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     import torch
@@ -132,7 +133,7 @@ def main() -> None:
         path = make_checkpoint(Path(folder) / "policy", **CONFIG)
         policies = {"shared": build(path, True), "alone": build(path, False)}
         found = []
-        for prompt, response in LENGTHS:
+        for prompt, response in args.lengths:
             found.append(measure(policies, prompt, response, args.repeats))
             print(json.dumps({name: value for name, value in found[-1].items() if name != "of_each_repeat"}))
     if args.output:
@@ -143,6 +144,11 @@ def main() -> None:
             "settings": {"group": GROUP, "prompts": PROMPTS, "repeats": args.repeats, "model": CONFIG},
             "lengths": found,
         })  # fmt: skip
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    prompt, response = text.split(":")
+    return int(prompt), int(response)
 
 
 def free_port() -> int:

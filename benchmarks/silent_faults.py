@@ -146,7 +146,7 @@ def _about() -> str:
         f"`train.corridor_action` is fail. "
         f"Clean runs with an alarm: {', '.join(clean)}. One run for each fault, {lab.STEPS} steps of "
         f"{16 * lab.SAMPLES} samples{supervised}, {TRUSTED} trusted runs. {found['device']}, "
-        f"{found['cores']} cores, commit {found['commit']} "
+        f"{found['cores']} cores "
         f"([benchmarks/results/{RESULT.name}](../benchmarks/results/{RESULT.name}))."
     )
 

@@ -191,7 +191,7 @@ class EndlessLoader(list):
     """A loader of so many prompts."""
 
     def __init__(self, count: int) -> None:
-        super().__init__((["s"], ["p"], ["l"], [None]) for _ in range(count))
+        super().__init__(("s", "p", "l") for _ in range(count))
 
     def state_dict(self) -> dict:
         return {}

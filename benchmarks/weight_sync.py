@@ -537,7 +537,7 @@ def main() -> None:
     if args.output is None:
         sys.stdout.write(json.dumps(result, indent=1) + "\n")
     else:
-        record.write(args.output, result)
+        record.write(args.output, result, kept=True)
 
 
 if __name__ == "__main__":

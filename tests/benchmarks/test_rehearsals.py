@@ -1,0 +1,556 @@
+"""Every program that makes a record runs here at a tiny size, and writes what the pages read; or a test below does.
+
+Where a program starts whole runs, each command it would start passes the command's own ``--dry_run``, and a made-up run
+stands in for what it would leave.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from benchmarks import record
+from openrlhf_ext.cli import report, train_ppo_ray, train_sft
+from openrlhf_ext.reporting import METRICS
+from tests.models import make_tiny_policy
+from tests.tools.report.browser import CHROMIUM
+from tests.tools.report.runs import make_run
+
+BENCHMARKS = record.ROOT / "benchmarks"
+COMMITTED = BENCHMARKS / "results"
+ELSEWHERE = {  # programs that tests of their own rehearse
+    "fp8_study/run.py": "tests/benchmarks/fp8_study/test_fp8_study.py",
+    "fp8_study/mismatch.py": "tests/benchmarks/fp8_study/test_mismatch_command.py",
+    "reproduce.py": "tests/benchmarks/test_reproduce.py",
+    "study/__main__.py": "tests/benchmarks/study/test_command.py",
+}
+WRITES = re.compile(r"\b(?:record|common)\.write\(|^from benchmarks\.record import .*\bwrite\b", re.M)
+FORMER = {"hardware", "versions", "real_environment"}  # keys of records that are older than ``record.environment``
+NAMES = [
+    metric.name
+    for metric in METRICS
+    if not metric.name.endswith("/*") and metric.name not in ("step", "time", "nonfinite", "label")
+]
+EVALUATED = {
+    "accuracy": 0.5, "accuracy_interval": [0.4, 0.6], "standard_error": 0.1, "prompts": 64, "samples_per_prompt": 8,
+}  # fmt: skip
+OF_A_RUN = ("--ckpt.output_dir", "--ckpt.path", "--logger.metrics_path", "--train.seed")  # their values change nothing
+SHORT_TEMPLATE = "{% for each in messages %}{{ each['content'] }}{% endfor %}"
+
+
+def program(name: str) -> ModuleType:
+    return importlib.import_module(f"benchmarks.{name}")
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A folder in the place of benchmarks/results."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    monkeypatch.setattr(record, "RESULTS", folder)
+    return folder
+
+
+@pytest.fixture
+def call(results, monkeypatch) -> Callable[..., None]:
+    """Calls a program's ``main`` with these words; what it writes goes to ``results``, and pages stay as they are."""
+    monkeypatch.setattr(record, "write_pages", lambda: None)
+    monkeypatch.chdir(record.ROOT)  # some programs go there
+
+    def called(module: ModuleType, *words: object) -> None:
+        for name in ("RESULT", "LEARNING", "FIGURE"):
+            if isinstance(path := getattr(module, name, None), Path):
+                monkeypatch.setattr(module, name, results / path.name)
+        monkeypatch.setattr(sys, "argv", [str(module.__file__), *map(str, words)])
+        assert not module.main()
+
+    return called
+
+
+def held(module: ModuleType, *names: str) -> dict[str, Any]:
+    """The last of records that were written now: each holds and has the committed one's keys, and every text can be
+    made of them."""
+    for name in names:
+        found = record.load(name)
+        assert record.unlike(name, found) == ([], []) and record.commits(found), name
+        if (COMMITTED / name).exists():
+            assert not json.loads((COMMITTED / name).read_text()).keys() - found.keys() - FORMER, name
+    for text in getattr(module, "TEXTS", {}).values():
+        assert text().strip()
+    return found
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory) -> Path:
+    """Random policies, ``plain`` and with a chat template, and the toy's problems."""
+    program("replay")  # examples are importable then
+    import toy_policy
+    import toy_task
+
+    folder = tmp_path_factory.mktemp("toys")
+    tokenizer = toy_policy.build_tokenizer()
+    toy_policy.build_model(toy_policy.PolicySettings(), tokenizer).save_pretrained(folder / "plain")
+    tokenizer.save_pretrained(folder / "plain")
+    make_tiny_policy(folder / "chat", "llama", chat_template=SHORT_TEMPLATE)
+    toy_task.write_task(folder / "data", heldout_size=16)
+    return folder
+
+
+class Commands:
+    """In the place of ``subprocess.run``: training is a dry run, and leaves a made-up run where it would leave one."""
+
+    def __init__(self, toys: Path) -> None:
+        self.toys, self.run, self.seen = toys, subprocess.run, []
+
+    def __call__(self, command: list[Any], **options: Any) -> Any:
+        words = [str(word) for word in command]
+        if words[0] != sys.executable:
+            return self.run(command, **options)
+        return subprocess.CompletedProcess(words, 0, stdout=self.done(words[1:]))
+
+    def done(self, words: list[str]) -> str:
+        module = words[0] == "-m"
+        name = words[1].rpartition(".")[2] if module else Path(words[0]).stem
+        words = words[1 + module :]
+        given = dict(zip(words, words[1:], strict=False))
+        if name in ("train_ppo_ray", "train_sft"):
+            self.train(name, words, given)
+        elif name == "report":
+            assert report.main(words) == 0
+        elif name == "evaluate":
+            assert Path(given["--data"]).exists() and Path(given["--reward"]).exists(), words
+            Path(given["--json"]).write_text(json.dumps(EVALUATED))
+        elif name == "toy_policy":
+            shutil.copytree(self.toys / "plain", given["--output_dir"])
+            shutil.copytree(self.toys / "data", given["--data_dir"], dirs_exist_ok=True)
+        elif name == "gym_task":
+            shutil.copytree(self.toys / "data", given["--output_dir"], dirs_exist_ok=True)
+        else:
+            assert name == "real_model", f"nothing stands in for {name} {words}"
+            return f"{self.toys / 'chat'}\n"
+        return "done\n"
+
+    def train(self, name: str, words: list[str], given: dict[str, str]) -> None:
+        """The dry run, once for the same options."""
+        of_a_run = {place + 1 for place, word in enumerate(words) if word in OF_A_RUN}
+        options = [name, *(word for place, word in enumerate(words) if place not in of_a_run)]
+        if options not in self.seen:
+            command = {"train_ppo_ray": train_ppo_ray, "train_sft": train_sft}[name]
+            assert command.main([*words, "--dry_run"]) == 0, words
+            self.seen.append(options)
+        metrics = given.get("--logger.metrics_path")
+        folder = Path(metrics).parent if metrics else Path(given["--ckpt.output_dir"])
+        steps = 20 if "--eval.dataset" in words else 9  # every tenth is evaluated
+        make_run(folder, steps, seed=len(list(folder.parent.iterdir())), names=NAMES)
+
+
+@pytest.fixture
+def commands(toys, monkeypatch) -> Commands:
+    found = Commands(toys)
+    monkeypatch.setattr(subprocess, "run", found)
+    return found
+
+
+# ---- programs that measure in their own process ---------------------------------------------------------------------
+
+
+def test_algorithms(call, results, monkeypatch):
+    module = program("algorithms")
+    made = module.make_batch
+
+    def small_batch(prompts: int, size: int, positions: int, **more: Any) -> Any:
+        return made(min(prompts, 2), min(size, 4), min(positions, 32), **more)
+
+    monkeypatch.setattr(module, "make_batch", small_batch)  # the part "growth" has sizes of its own
+    small = ("--prompts", 2, "--size", 4, "--positions", 32, "--repeats", 1, "--threads", 1)
+    call(module, *small, "--output", results / "algorithms.json")
+    held(module, "algorithms.json")
+
+
+def test_head(call, results, monkeypatch):
+    module = program("head")
+    row = module.scaling_row
+    monkeypatch.setattr(module, "scaling_row", lambda tokens, hidden, vocab: row(64, 16, 512))
+    small = ("--tokens", 64, "--hidden", 16, "--vocab", 512, "--repeats", 1, "--threads", 1)
+    for part in ("forward", "backward", "scaling"):
+        call(module, "--part", part, *small, "--output", results / "head_cpu.json")
+    held(module, "head_cpu.json")
+
+
+def test_engine_side(call, results, monkeypatch):
+    pytest.importorskip("vllm")
+    for name, instead in {"init": lambda **_: None, "put": pickle.dumps, "get": pickle.loads}.items():
+        monkeypatch.setattr(f"ray.{name}", instead)
+    monkeypatch.setattr("benchmarks.engine_steps.LONG", 16)
+    module = program("engine_side")
+    small = ("--sequences", 4, "--length", 8, "--group", 2, "--repeats", 1)
+    call(module, *small, "--output", results / "engine_side_cpu.json")
+    held(module, "engine_side_cpu.json")
+
+
+def test_graders(call, results, tmp_path):
+    rows = {
+        "gsm8k": {"question": "3 + 4?", "answer": "3+4=7\n#### {}"},
+        "math": {"problem": "Half?", "solution": "It is $\\boxed{\\frac{1}{%s}}$."},
+    }
+    for name, row in rows.items():
+        (tmp_path / name).mkdir()
+        lines = [json.dumps(row).replace("{}", str(number)).replace("%s", str(number)) for number in (7, 8)]
+        (tmp_path / name / "test.jsonl").write_text("\n".join(lines))
+    module = program("graders")
+    call(module, tmp_path, "--attacks", 2, "--workers", 1, "--output", results / "graders_cpu.json")
+    found = held(module, "graders_cpu.json")
+    assert found["gsm8k solutions"]["share"] == found["math solutions"]["share"] == 1
+
+
+def test_lengths(call, results, monkeypatch):
+    module = program("lengths")
+    real = json.loads((COMMITTED / "lengths_cpu.json").read_text())["real"]
+    monkeypatch.setattr(module, "real_runs", lambda *_: real)  # jobs with classes of their own, by Ray
+    call(module, "--steps", 12, "--seeds", 1, "--work", results / "w", "--output", results / "lengths_cpu.json")
+    held(module, "lengths_cpu.json")
+
+
+def test_plan(call, results):
+    call(program("plan"), "--output", results / "plan_cpu.json")
+    held(program("plan"), "plan_cpu.json")
+
+
+def test_scale(call, results, monkeypatch):
+    module = program("scale")
+    experts = {"checkpoint": {"own_bytes": 1, "peak_bytes": 1}}  # they need Ray's store: tests/benchmarks/test_scale.py
+    monkeypatch.setattr(module, "in_a_process", lambda args, count, told=None: module.step(args, count) | experts)
+    monkeypatch.setattr(module, "DRIVER", {})
+    small = ("--sequences", 64, "--group_size", 8, "--mini_batch", 32, "--mean_length", 64, "--longest", 256)
+    more = ("--prompt_length", 32, "--threads", 1, "--replay", 8, "--replay_sequences", 32)
+    call(module, *small, *more, "--output", results / "scale_cpu.json")
+    held(module, "scale_cpu.json")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_report(call, results, monkeypatch):
+    module = program("report")
+    for name, value in {"RUNS": 2, "STEPS": 20, "RANKS": 2, "LOADS": 1}.items():
+        monkeypatch.setattr(module, name, value)
+    call(module, "--output", results / "report_cpu.json")
+    held(module, "report_cpu.json")
+
+
+@pytest.mark.parametrize("name", ["shared_prompts", "probe"])
+def test_programs_with_a_policy_in_a_process_of_their_own(name, results, tmp_path):
+    words = ["--lengths", "24:8", "--repeats", "1"]
+    if name == "probe":
+        make_tiny_policy(tmp_path / "llama", "llama", chat_template=SHORT_TEMPLATE, num_hidden_layers=3)
+        words = [str(tmp_path / "llama")]
+    command = [sys.executable, BENCHMARKS / f"{name}.py", *words, "--output", results / f"{name}_cpu.json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=record.ROOT)
+    assert not done.returncode, done.stderr
+    held(program({"probe": "probe", "shared_prompts": "shared_prompts"}[name]), f"{name}_cpu.json")
+
+
+# ---- programs that read what others left ----------------------------------------------------------------------------
+
+
+def test_quickstart(call, results, tmp_path):
+    make_run(tmp_path / "run", 20, names=NAMES)
+    for name in ("before", "after"):
+        (tmp_path / f"run/{name}.json").write_text(json.dumps(EVALUATED))
+    module = program("quickstart")
+    call(module, "--run_dir", tmp_path / "run", "--minutes", 7, "--output", results / "quickstart_cpu.json")
+    held(module, "quickstart_cpu.json")
+
+
+def test_gpu(call, results, tmp_path):
+    """The files that the calls on a GPU left, as the committed record has them, make the same record."""
+    committed, words = json.loads((COMMITTED / "gpu_h200.json").read_text()), []
+    for name, run in committed["runs"].items():
+        (tmp_path / name / "study").mkdir(parents=True)
+        about = {key: committed[key] for key in ("hardware", "versions")} | {"started": run["started"]}
+        checks = {f"tests.gpu.{check}": found for check, found in run["checks"].items()}
+        (tmp_path / name / "report.json").write_text(json.dumps(about | {"checks": checks}))
+        if "study" in run:
+            (tmp_path / name / "study/study.json").write_text(json.dumps(run["study"]))
+        words += ["--run", f"{name}={tmp_path / name}", run["commit"]]
+    call(program("gpu"), *words, "--output", results / "gpu_h200.json")
+    assert held(program("gpu"), "gpu_h200.json")["runs"] == committed["runs"]
+
+
+# ---- programs that start whole runs ---------------------------------------------------------------------------------
+
+
+def test_streaming(call, results, commands):
+    module = program("streaming")
+    small = ("--steps", 4, "--seeds", 1, "--real_steps", 10)
+    call(module, *small, "--output", results / "streaming_cpu.json")
+    held(module, "streaming_cpu.json")
+    assert len(commands.seen) == 4
+
+
+def test_curves(call, results, tmp_path, commands, monkeypatch):
+    module = program("curves")
+    monkeypatch.setattr(module, "CORRIDORS", tmp_path / "curves")
+    few = {"trusted": range(11, 16), "fresh": range(21, 22)}
+    recipes = {name: dataclasses.replace(recipe, **few) for name, recipe in module.RECIPES.items()}
+    monkeypatch.setattr(module, "RECIPES", recipes)
+    call(module, "--work", tmp_path / "work")
+    assert held(module, "curves_cpu.json")["recipes"].keys() == recipes.keys()
+    assert len(commands.seen) == 3
+
+
+def test_engine_entropies(call, results, tmp_path, commands):
+    call(program("engine_entropies"), "--prompts", 8, "--work", tmp_path / "work")
+    held(program("engine_entropies"), "engine_entropies_cpu.json")
+
+
+def test_real_model(call, results, tmp_path, commands):
+    script = make_run(tmp_path / "script", 20, names=NAMES)
+    for name in ("before", "after"):
+        (script / f"{name}.json").write_text(json.dumps(EVALUATED))
+    words = ("--estimators", "dapo", "--seeds", 1, "--steps", 2, "--work", tmp_path / "work")
+    call(program("real_model"), *words, "--script", script, "--minutes", 14, "--commit", "0123456")
+    held(program("real_model"), "real_model.json")
+
+
+def test_replay(call, results, tmp_path, commands, monkeypatch):
+    module = program("replay")
+
+    def untrained(folder: Path, log: bool) -> None:
+        settings, tokenizer = module.toy_policy.PolicySettings(), module.toy_policy.build_tokenizer()
+        module.toy_policy.build_model(settings, tokenizer).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    monkeypatch.setattr(module.toy_policy, "build_policy", untrained)
+    monkeypatch.setattr(module, "SEEDS", (1,))
+    call(module, "--work", tmp_path / "work")
+    held(module, "replay_cpu.json", "replay_learning_cpu.json")
+    assert len(commands.seen) == 2 + len(module.ARMS)
+
+
+def test_fp8_learning(call, results, tmp_path, commands):
+    module = program("fp8_learning")
+    call(module, "--work", tmp_path / "work", "--output", results / "fp8_learning_cpu.json")
+    held(module, "fp8_learning_cpu.json")
+    assert len(commands.seen) == len(module.RUNS) and (results / module.FIGURE.name).exists()
+
+
+def test_soak(call, results, toys, commands, monkeypatch):
+    module = program("soak")
+
+    def run(name: str, steps: int, kernels: None, policy: Path, data: Path, every: int) -> dict[str, Any]:
+        folder = results / name
+        commands(module.command(folder, steps, module.RECIPES[name], policy, data))
+        assert module.count_lines(folder / "metrics.jsonl") == len(module.lines(folder / "metrics.jsonl")) > 0
+        return {"processes": {"driver": module.summary([(step, 100.0) for step in range(1, steps + 1)], steps)}}
+
+    monkeypatch.setattr(module, "run", run)
+    policy = ("--policy", toys / "plain", "--data", toys / "data/train.jsonl")
+    call(module, "--steps", 8, *policy, "--output", results / module.RECORD)
+    assert held(module, module.RECORD)["recipes"]["streaming"]["processes"]["driver"]["holds"]
+    assert len(commands.seen) == len(module.RECIPES)
+
+
+@pytest.mark.parametrize("mode", ["lora", "train_sft"])
+def test_faults(mode, call, results, tmp_path, commands, monkeypatch):
+    module, trials = program("faults"), json.loads((COMMITTED / "faults_cpu.json").read_text())["trials"]
+    known = {name: value for name, value in trials[0].items() if name not in ("trial", "mode", "only")}
+
+    def undisturb(campaign: Any) -> tuple[float, list[str], int]:
+        words = campaign.command(tmp_path / "run", ["--train.max_restarts", "0"])
+        assert words[2] in ("benchmarks.faults_inside", "openrlhf_ext.cli.train_sft")
+        commands.done(
+            ["-m", words[2].replace("benchmarks.faults_inside", "openrlhf_ext.cli.train_ppo_ray"), *words[3:]]
+        )
+        return 70.0, [], 24
+
+    monkeypatch.setattr(module.Campaign, "undisturb", undisturb)
+    monkeypatch.setattr(module.Campaign, "trial", lambda *_, **__: known)
+    monkeypatch.setattr(module, "FAULTS", dict(module.FAULTS))
+    ticks = iter([0.0, 0.0, *[100.0] * 9])
+    monkeypatch.setattr(module, "time", type("Clock", (), {"monotonic": lambda: next(ticks)}))
+    monkeypatch.setattr(module.signal, "signal", lambda *_: None)
+    call(module, "--work", tmp_path / "work", "--minutes", 1, "--modes", mode, "--result", results / "faults_cpu.json")
+    assert [trial["mode"] for trial in held(module, "faults_cpu.json")["trials"]] == [mode]
+
+
+def test_silent_faults(call, results, tmp_path, monkeypatch):
+    module = program("silent_faults")
+
+    class Lab:
+        """Runs that are all alike but for faults."""
+
+        @contextmanager
+        def opened(self) -> Iterator[Lab]:
+            yield self
+
+        def trial(self, seed: int, fault: Any) -> Any:
+            loss = 1.0 + 0.001 * (seed % 5) + (fault is not None)
+            steps = [{"step": step, "loss/policy": loss} for step in range(1, module.lab.STEPS + 1)]
+            return module.lab.Outcome(seed, steps, [], None, 1.0)
+
+    monkeypatch.setattr(module, "lab_of", lambda *_: Lab())
+    words = ("--toy", tmp_path, "--clean", 2, "--labs", "full,lora", "--result", results / "silent_faults_cpu.json")
+    call(module, tmp_path / "work", *words)
+    found = held(module, "silent_faults_cpu.json")
+    assert all(fault["after"] == 1 for fault in found["faults"]) and found["clean"]["full"]["runs"] == 2
+
+
+def test_ledger(call, results, tmp_path, monkeypatch):
+    module = program("ledger")
+
+    def runs(folder: Path, within: float, straggler_s: float, seeds: Iterator[int]) -> Iterator[Any]:
+        task = module.Task.make(folder, prompts=module.PROMPTS)
+        (folder / "held_out.jsonl").write_text('{"question": "1 - 1 = ", "answer": ""}\n')
+        for seed in seeds:
+            config = module.config_of(task, f"run{seed}", train__max_staleness=module.KINDS[seed][0])
+            yield module.Result(seed, config.train.max_staleness, "train", straggler_s, 3, 12, {"late": 1}, 9.0, [])
+
+    monkeypatch.setattr(module, "runs_with_kills", runs)
+    for kills in (3, 6):  # the second goes on
+        call(module, tmp_path / str(kills), "--kills", kills, "--output", results / "ledger_cpu.json")
+    found = held(module, "ledger_cpu.json")
+    assert found["kills"] == 6 and len(found["environments"]) == 2
+
+
+# ---- end_to_end -----------------------------------------------------------------------------------------------------
+
+
+def test_end_to_end(call, results, tmp_path, commands, monkeypatch):
+    module = program("end_to_end")
+    monkeypatch.setattr(module, "QUIET_S", 0.01)
+
+    def started(words: list[str], log: Path, env: dict[str, str], timeout_s: float) -> tuple[int, int]:
+        log.write_text("error: it is not there")
+        if words[1].endswith("end_to_end_trl.py"):
+            settings = json.loads(Path(words[2]).read_text())
+            assert all(Path(settings[name]).exists() for name in ("model", "train", "heldout", "reward"))
+            make_run(Path(settings["output_dir"]), 10, names=NAMES)
+            (log.parent / "versions.json").write_text(json.dumps({"trl": "1.16.0"}))
+        elif "openrlhf_ext.cli.train_ppo_ray" in words:
+            commands(words)
+        else:
+            if words[1:3] == ["-m", "venv"]:
+                Path(words[3]).mkdir(parents=True)
+            return int("openrlhf" in " ".join(words[4:])), 0  # of environments TRL's alone can be made
+        return 0, 2**30
+
+    monkeypatch.setattr(module, "run_logged", started)
+    call(module, "--seeds", 1, "--steps", 10, "--busiest", 101, "--work", tmp_path / "work")
+    rows = held(module, "end_to_end_cpu.json")["systems"]
+    assert {row["system"] for row in rows if "error" in row} == {"openrlhf"} and (results / module.FIGURE.name).exists()
+
+
+TRL_SIDE = """
+import importlib.metadata, json, re, sys, types
+lock, folder, kind = sys.argv[1:]
+locked = {re.sub("[-_.]+", "-", line.partition("==")[0]).lower() for line in open(lock) if "==" in line}
+blocked = {"openrlhf_ext", "benchmarks", "tests"}
+if kind == "reward":  # transformers asks for what it can use
+    for name, owners in importlib.metadata.packages_distributions().items():
+        if not {re.sub("[-_.]+", "-", owner).lower() for owner in owners} & locked:
+            blocked.add(name)
+
+class Lacks:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"TRL's environment has no {name}")
+
+sys.meta_path.insert(0, Lacks())
+if kind == "reward":
+    import runpy
+    answers = []
+    for text in json.load(sys.stdin):
+        for name in ("end_to_end_arithmetic", "end_to_end_reward"):
+            function = runpy.run_path(f"{folder}/{name}.py")["reward_func"]
+            answers.append(function(["3+4=?" + text], ["3+4=?"], ["3+4=7\\n#### 7"]))
+    print(json.dumps(answers))
+else:
+    try:
+        import trl
+    except ImportError:  # where only this project's packages are
+        trl = sys.modules["trl"] = types.ModuleType("trl")
+        trl.GRPOTrainer, trl.GRPOConfig = object, dict
+    sys.path.insert(0, folder)
+    import end_to_end_trl
+    settings = json.loads(open(f"{sys.stdin.read()}").read())
+    reward = end_to_end_trl.Reward(settings["reward"], settings["label_key"], end_to_end_trl.Clock())
+    rows = end_to_end_trl.read_rows(settings["train"])[:2]
+    found = reward(["3+4=?"], ["<answer>7</answer>"], answer=["#### 7"], completion_ids=[[1, 2]])
+    end_to_end_trl.configuration(settings)
+    print(json.dumps([found, reward.take(), rows]))
+"""
+
+
+def of_trl(kind: str, given: str) -> Any:
+    """What TRL's side prints where this project cannot be imported, nor, for rewards, what its lock file lacks."""
+    words = [sys.executable, "-I", "-c", TRL_SIDE, BENCHMARKS / "end_to_end_trl.lock", BENCHMARKS, kind]
+    done = subprocess.run([str(word) for word in words], input=given, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_rewards_need_nothing_that_trl_has_not_and_are_the_quickstarts():
+    program("replay")
+    from reward_arithmetic import reward_func
+
+    work = "<reasoning>3+4=7</reasoning>"
+    texts = [
+        f"{work}<answer>7</answer><|im_end|>", f"{work}<answer>8</answer>", "<answer>7</answer>", "7", "",
+        f"{work}<answer>7</answer><answer>7</answer>", f"{work}<answer>7</answer> so", f"{work}<answer>-7</answer>",
+        f"{work}<answer>07</answer><|im_end|><|endoftext|><|endoftext|>", f" {work}<answer>7</answer>\n",
+    ]  # fmt: skip
+    answers = of_trl("reward", json.dumps(texts))
+    assert answers[::2] == [reward_func(["3+4=?" + text], ["3+4=?"], ["3+4=7\n#### 7"]) for text in texts]
+    assert [answer["rewards"] for answer in answers[1::2]][3] == 1.0
+
+
+def test_the_trl_side_needs_nothing_of_ours(toys, tmp_path):
+    module = program("end_to_end")
+    load = module.WORKLOADS["toy"]
+    settings = {
+        **dataclasses.asdict(load), "train": str(toys / "data/train.jsonl"), "label_key": "answer", "seed": 1,
+        "loss_type": "grpo", "reward": str(record.ROOT / load.reward), "output_dir": str(tmp_path),
+    }  # fmt: skip
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    rewards, taken, rows = of_trl("program", str(tmp_path / "settings.json"))
+    assert rewards == [1.0] and taken["tokens/generated"] == 2 and len(rows) == 2
+
+
+# ---- all of them ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_weight_sync(results):
+    output = results / "weight_sync_cpu.json"
+    words = ["--part", "control", "--engines", "1", "--repeats", "1", "--output", str(output)]
+    done = subprocess.run([sys.executable, BENCHMARKS / "weight_sync.py", *words], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    held(program("weight_sync"), output.name)
+
+
+def test_every_program_that_makes_a_record_is_rehearsed():
+    here = set(re.findall(r'program\("(\w+)"\)', Path(__file__).read_text())) | {"shared_prompts"}
+    found = {str(path.relative_to(BENCHMARKS)) for path in BENCHMARKS.rglob("*.py") if WRITES.search(path.read_text())}
+    unrehearsed = {name for name in found - ELSEWHERE.keys() - {"record.py"} if name.removesuffix(".py") not in here}
+    assert unrehearsed == UNREHEARSED.keys()
+    for name, test in ELSEWHERE.items():
+        text, module = (record.ROOT / test).read_text(), name.removesuffix(".py").removesuffix("/__main__")
+        assert module.replace("/", ".") in text or module.rpartition("/")[2] in text, f"{test} runs no {name}"
+
+
+UNREHEARSED = {
+    "adapters.py": "three engines of vLLM and ranks of Ray: minutes",
+}
