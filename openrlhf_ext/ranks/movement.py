@@ -73,7 +73,8 @@ class Movement:
         """Call it after them."""
         from openrlhf_ext.megatron.checkpoint import optimizer_step
 
-        if not self._before:
+        optimizer = self._policy.optimizer
+        if not self._before or optimizer is None:
             return
         sampled = list(self._sampled())
         pairs = zip((now for now, _ in sampled), self._before, strict=True)
@@ -81,7 +82,6 @@ class Movement:
         seconds = torch.stack([second.double().sum() for _, second in sampled])
         totals = squares.sum().item(), seconds.sum().item()
         entries, still = sum(len(now) for now, _ in sampled), int((squares == 0).sum())
-        optimizer = self._policy.optimizer
         first, decay = optimizer.param_groups[0], max(group["weight_decay"] for group in optimizer.param_groups)
         steps, square = optimizer_step(optimizer), self._policy.gradient_square()
         adam = (*first["betas"], first["eps"], decay)

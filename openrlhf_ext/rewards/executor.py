@@ -251,8 +251,9 @@ class SeveralGraders:
 def make_executor(options: Reward, more: Iterable[str] = ()) -> Callable[[], Any]:
     """A picklable factory that builds the executor inside the rollout engine's process; without ``reward.remote_url``
     one that does not grade. ``more``: graders beside it, which requests name."""
-    beside = {address: options.model_copy(update={"remote_url": address}) for address in more}
-    return partial(_build, {None: options, **beside})
+    graders: dict[str | None, Reward] = {None: options}
+    graders |= {address: options.model_copy(update={"remote_url": address}) for address in more}
+    return partial(_build, graders)
 
 
 def open_grader(options: Reward) -> Grader:
