@@ -140,8 +140,6 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
     yield ""
     yield from _memory(planner, best)
     yield ""
-    yield from _sync(planner, best)
-    yield ""
     yield (f"how far off the seconds are: of {error.rows} steps of {kind} that others published half are within a "
         f"factor of {error.median:.2f}, the worst is off by {error.worst:.2f} (predicted / published {error.low:.2f} "
         f"to {error.high:.2f}); weight syncs of others took up to thirty times as long (docs/scaling.md)")  # fmt: skip
@@ -285,23 +283,6 @@ def _lengths(planner: Planner, best: Candidate) -> Iterator[str]:
         "with that data.max_len")  # fmt: skip
 
 
-def _sync(planner: Planner, best: Candidate) -> Iterator[str]:
-    from openrlhf_ext.tools.plan.memory import sends_adapters
-    from openrlhf_ext.tools.plan.seconds import GLOO, SLICES, WHOLE
-
-    what = "adapters" if sends_adapters(planner.config) else "weights"
-    where = "on the same GPUs" if planner.config.engines_share_gpus else "on others"
-    yield f"weight sync of the first layout, {planner.sent / 1e9:.3g}e9 bytes of {what}, engines {where}:"
-    said = {
-        WHOLE: "as nccl and cuda_ipc send",
-        SLICES: "each worker gets what it holds, as by vLLM's sharded_rdt, which is not called here",
-        GLOO: "in host memory",
-    }  # fmt: skip
-    for way, one in planner.clock.syncs(best.policy, best.engines).items():
-        yield (f"  {one.seconds:6.2f} s {way} ({said[way]}): {one.moving:.2f} for {one.binds}, {one.calls:.2f} for "
-            "calls")  # fmt: skip
-
-
 def _parts(parts: Mapping[str, int]) -> Iterator[str]:
     for name, size in parts.items():
         yield f"    {size / _GIB:8.2f}  {name}"
@@ -374,10 +355,6 @@ def as_json(planner: Planner, found: Sequence[Candidate], gpus: int) -> dict[str
         },
         "allowed": len(found), "fitting": len(fitting), "disk": _disk(planner),
         "weight_sync_bytes": planner.sent,
-        "weight_sync": {
-            way: dataclasses.asdict(one) | {"seconds": one.seconds}
-            for way, one in planner.clock.syncs(fitting[0].policy, fitting[0].engines).items()
-        },
         "layouts": [_candidate_json(candidate) for candidate in _distinct(fitting)[:_SHOWN]],
         "configured": _candidate_json(planner.as_configured()) if planner.is_allowed else None,
     }  # fmt: skip
