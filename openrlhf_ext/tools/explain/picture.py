@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from openrlhf_ext.outputs import aligned
+from openrlhf_ext.redaction import printable
 
 
 @dataclass(frozen=True)
@@ -149,15 +150,13 @@ _LONGEST_TOKEN, _LONGEST_PROMPT = 12, 600  # characters shown
 
 def visible(token: str) -> str:
     """A token as shown: spaces and line ends have a sign, control characters are escaped, a long token is cut."""
-    text = printable(token).replace(" ", "·") or "∅"
+    text = _on_one_line(token).replace(" ", "·") or "∅"
     return text if len(text) <= _LONGEST_TOKEN else text[: _LONGEST_TOKEN - 1] + "…"
 
 
-def printable(text: str) -> str:
-    """A text on one line, without anything a terminal would obey."""
-    signs = {"\n": "↵", "\t": "⇥"}
-    escaped = (each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-    return "".join(signs.get(letter, shown) for letter, shown in zip(text, escaped, strict=True))
+def _on_one_line(text: str) -> str:
+    """Without anything a terminal would obey."""
+    return printable(text.replace("\n", "↵").replace("\t", "⇥"))
 
 
 def render(explanation: Explanation) -> str:
@@ -174,4 +173,4 @@ def render(explanation: Explanation) -> str:
             numbers = (palette.text(value) for palette, value in zip(palettes, values, strict=True))
             table.append((str(place + 1), *numbers, visible(token)))
         lines += ["", f"{row + 1} {completion.mark} {completion.label}", *aligned(table)]
-    return "\n".join(map(printable, lines))
+    return "\n".join(map(_on_one_line, lines))

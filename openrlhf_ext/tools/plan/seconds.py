@@ -430,8 +430,8 @@ class Clock:
     # ---- weights and states -------------------------------------------------------------------------------------
 
     def sync(self, policy: TrainedModel, engines: Engines) -> float:
-        """Rank 0 gathers all and sends it to every engine, or gloo does in host memory. Bytes are sent, received, loaded
-        and summed at the same time, so that the slowest of these counts; the calls come on top."""
+        """Rank 0 gathers all and sends it to every engine, or gloo does in host memory. Bytes are sent, received,
+        loaded and summed at the same time, so that the slowest of these counts; the calls come on top."""
         size, layout, workers = self.sent, policy.layout, engines.count * engines.tensor_parallel_size
         calls = _CALLS_S[0] + _CALLS_S[1] * (engines.count - 1)
         if policy.config.vllm.sync_backend == "gloo":

@@ -27,7 +27,6 @@ from openrlhf_ext.options import nest
 
 PROJECTS = ("verl", "trl")
 _SHOWN_LETTERS = 200
-_SHORT = {"A.": "actor_rollout_ref.actor.", "R.": "actor_rollout_ref.rollout."}
 _WORD = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _KEY = re.compile(r"((?<!\$)[{,]\s*[\w.]+):(?=\S)")  # of hydra's maps, which need no space behind the colon
@@ -77,7 +76,7 @@ def translate(words: Sequence[str], gpus: int | None = None) -> str:
         ours, notes = _by_table(table, given if gpus is None else given | {"gpus": gpus})
         lines = sorted([*notes, *(f"{name} {given[name]}: {text}" for name, text in said.items())])
         comments = (f"of {release}, by openrlhf-ext {command}", *lines)
-        text = "".join(f"# {' '.join(line.split())}\n" for line in comments) + yaml.safe_dump(nest(ours), sort_keys=True)
+        text = "".join(f"# {' '.join(line.split())}\n" for line in comments) + yaml.safe_dump(nest(ours))
         text.encode()  # no half of a character, which no terminal shows
     return text
 
@@ -109,10 +108,7 @@ def _by_table(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[
     if wrong:
         raise ValueError("; ".join(wrong))
 
-    def v(name: str) -> Any:
-        return values[_SHORT.get(name[:2], name[:2]) + name[2:]]
-
-    names = {"v": v, "ours": ours}
+    names = {"v": values.__getitem__, "ours": ours}
     for name, rule in table["rules"].items():
         ours[name.format(estimator=ours.get("algo.advantage.estimator"))] = eval(rule, names)
     notes = [f"{name}: {text}" for name, (rule, text) in table["notes"].items() if eval(rule, names)]

@@ -6,6 +6,7 @@ import pytest
 
 from openrlhf_ext.tools.explain.picture import Completion, Explanation, Palette, Quantity, render, visible
 
+
 def picture(*rows: tuple[str, ...], scale: str = "signed") -> Explanation:
     values = tuple(tuple(index - 0.5 for index, _ in enumerate(row)) for row in rows)
     quantity = Quantity("advantage", "of a token", scale, values)
