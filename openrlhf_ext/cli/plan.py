@@ -61,13 +61,12 @@ def main(argv: list[str] | None = None) -> int:
     if not found or found[0].seconds is None:
         show(_nothing_fits(planner, found, gpus), file=sys.stderr)
         return 2
-    if arguments.write:
-        file = Path(arguments.write)
-        write_text(file, modeline(file) + layout_file(planner, found[0], gpus, argv))
     if arguments.json:
         write_text(Path(arguments.json), json.dumps(as_json(planner, found, gpus), indent=1) + "\n")
     show("\n".join(plan_lines(planner, found, gpus)))
     if arguments.write:
+        file = Path(arguments.write)
+        write_text(file, modeline(file) + layout_file(planner, found[0], gpus, argv))
         show(f"\nwritten: {arguments.write}; openrlhf-ext train --config RECIPE --config it")
     return 0
 
@@ -221,9 +220,11 @@ def _levers(planner: Planner, best: Candidate, gpus: int) -> Iterator[str]:
     yield f"what may help, by a coarse search of each: plan with it for its best layout (now: {now}):"
     found = planner.levers(gpus, best.policy.layout.context_parallel_size)
     for what, one in sorted(found, key=lambda pair: (pair[1].seconds.step if pair[1].seconds else 1e9, pair[1].short)):
-        said = f"lacks {one.short / _GIB:.1f} GiB" if one.seconds is None else f"fits, {one.seconds.step:.0f} s a step"
-        if one.seconds is not None and best.seconds is not None and one.seconds.step > _NO_GAIN * best.seconds.step:
-            said = f"no gain, {one.seconds.step:.0f} s a step"
+        if one.seconds is None:
+            said = f"lacks {one.short / _GIB:.1f} GiB"
+        else:
+            gains = best.seconds is None or one.seconds.step <= _NO_GAIN * best.seconds.step
+            said = f"{'fits' if gains else 'no gain'}, {one.seconds.step:.0f} s a step"
         yield f"  {said:<20}  {what}"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from openrlhf_ext.inputs import shortened
 from openrlhf_ext.outputs import aligned
 from openrlhf_ext.redaction import printable
 
@@ -161,9 +162,8 @@ def _on_one_line(text: str) -> str:
 
 def render(explanation: Explanation) -> str:
     """As text: a table for each completion, with a row for each token and a column of numbers for each quantity."""
-    prompt, quantities = explanation.prompt, explanation.quantities
-    prompt = prompt if len(prompt) <= _LONGEST_PROMPT else prompt[:_LONGEST_PROMPT] + "…"
-    lines = [explanation.title, *explanation.notes, "", f"prompt  {prompt}", ""]
+    quantities = explanation.quantities
+    lines = [explanation.title, *explanation.notes, "", f"prompt  {shortened(explanation.prompt, _LONGEST_PROMPT)}", ""]
     lines += [f"{quantity.name}: {quantity.meaning}" for quantity in quantities]
     palettes = [Palette(quantity) for quantity in quantities]
     for row, completion in enumerate(explanation.completions):

@@ -297,7 +297,7 @@ def _written(config: RunConfig, chosen: Iterable[str]) -> str:
     default = RunConfig()
     values = {name: value for name in chosen if (value := value_of(config, name)) != value_of(default, name)}
     tree = nest({SIZES[0]: value_of(config, SIZES[0])} | values)
-    return yaml.safe_dump(tree, default_flow_style=True, sort_keys=False, width=math.inf).strip("{}\n") + "}"
+    return yaml.safe_dump(tree, default_flow_style=True, sort_keys=False, width=math.inf).strip()[1:-1]
 
 
 def _engine_too_large(laid_out: Candidate, device: Device) -> Iterator[Violation]:
