@@ -6,7 +6,6 @@
   steps, each with its source and with what we assume because the source does not tell it. Of the rows, sorted by name,
   every third one is fitted: the constants FITTED of plan's model are chosen so that the mean of |log(predicted /
   published)| is least. The others judge. `--published` writes nothing and prints the table.
-* `sync`: plan's weight sync of the fastest layout of 32B on 64 H100, engines on the policy's GPUs and on others.
 * `ranking`: CPU seconds of ranking the 32B recipe on 64 H100.
 * `formula`: Megatron-LM's own estimate (`megatron/training/theoretical_memory_usage.py`, core_v0.16.1) of
   Qwen2.5-32B, with what it lacks listed beside it as plan counts it, bytes of one layer for 4,096 tokens on one rank.
@@ -33,9 +32,8 @@ from benchmarks import record
 from openrlhf_ext.config import load_config
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
-from openrlhf_ext.tools.plan.candidate import with_options
 from openrlhf_ext.tools.plan.memory import GIB, Pass, StateOptions, layer_activations, rank_states
-from openrlhf_ext.tools.plan.search import SHARING, Planner
+from openrlhf_ext.tools.plan.search import Planner
 from openrlhf_ext.tools.plan.seconds import Assumptions
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -228,32 +226,7 @@ def verdict() -> str:
     )
 
 
-def sync() -> str:
-    """docs/scaling.md: a weight sync of 32B on paper."""
-    lines = ["| engines | layout | way | seconds | of it calls | the rest is |", "|---|---|---|---|---|---|"]
-    for where, found in record.load("plan_cpu.json")["sync"].items():
-        for way, one in found["ways"].items():
-            cells = (where, found["layout"], way, f"{one['seconds']:.3g}", f"{one['calls']:.2g}", one["binds"])
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def syncs(planner: Planner, apart: dict[str, Any]) -> dict[str, Any]:
-    """Of the fastest layout on 64 GPUs, as configured and with the options ``apart``."""
-    found = {}
-    for where, options in (("on the policy's GPUs", {}), ("on others", apart)):
-        own = dataclasses.replace(planner, config=with_options(planner.config, options))
-        best = own.candidates(64)[0]
-        times = own.clock.syncs(best.policy, best.engines)
-        ways = {way: dataclasses.asdict(one) | {"seconds": one.seconds} for way, one in times.items()}
-        layout, engines = best.policy.layout, best.engines
-        degrees = f"TP {layout.tensor_parallel_size}, PP {layout.pipeline_parallel_size}"
-        said = f"{degrees}, {layout.world_size} ranks; {engines.count} x {engines.tensor_parallel_size}"
-        found[where] = {"layout": said, "ways": ways}
-    return found
-
-
-TEXTS = {"published": table, "verdict": verdict, "sync": sync}
+TEXTS = {"published": table, "verdict": verdict}
 
 
 def formula(shape: ModelShape, tp: int, pp: int, dp: int, tokens: int) -> dict[str, float]:
@@ -311,7 +284,6 @@ def main() -> None:
     result = {
         **record.environment(),
         "published": published(),
-        "sync": syncs(planner, dict.fromkeys(SHARING, False)),
         "ranking": ranking,
         "formula": {name: {key: round(value, 3) for key, value in row.items()} for name, row in rows.items()},
         "corrections": corrections(shape),

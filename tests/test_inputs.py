@@ -133,7 +133,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "verl.yaml").write_text(
         "algorithm: {adv_estimator: grpo}\ndata: {train_files: [a, b], x: 1, seed: '${actor_rollout_ref.rollout.n}'}\n"
-        "actor_rollout_ref: {rollout: {n: '${oc.select:data.x,4}'}}\n"
+        "actor_rollout_ref: {rollout: {n: '${data.x}'}}\n"
     )
     (folder / "trl.yaml").write_text("learning_rate: 1e-6\nloss_type: dapo\nbeta: 0.1\nnum_generations: 4\n")
     make_run(folder / "run", 10, samples=False)

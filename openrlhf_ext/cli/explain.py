@@ -13,20 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.cli.main import CommandParser, at_least, show, silence_libraries
+from openrlhf_ext.cli.main import CommandParser, show, silence_libraries
 from openrlhf_ext.tools.explain.picture import render
 from openrlhf_ext.tools.explain.rollouts import read_rollouts
 from openrlhf_ext.user_code import users_part
 
 _ABOUT_INPUT = (ValueError, OSError)
-_NARROWEST = 40
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,10 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         show(f"explain: {users or error}", file=sys.stderr)
         return 2
-    color = sys.stdout.isatty() and not arguments.no_color and not os.environ.get("NO_COLOR")
-    width = arguments.width or shutil.get_terminal_size((100, 24)).columns
     try:
-        show(render(explanation, width=width, color=color), errors="replace", colors=color)
+        show(render(explanation), errors="replace")
     except BrokenPipeError:
         # head has seen enough; without this, the flush at exit would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -65,8 +61,6 @@ def _parser() -> argparse.ArgumentParser:
         "file)")  # fmt: skip
     add("--group", metavar="ID", help="the group to show (default: the first of the file)")
     add("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="options of the method")
-    add("--width", type=at_least(_NARROWEST), help="characters of a line (default: the terminal's)")
-    add("--no_color", action="store_true", help="numbers instead of colors, as where the output is no terminal")
     return parser
 
 

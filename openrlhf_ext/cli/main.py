@@ -119,13 +119,12 @@ def silence_libraries() -> None:
         warnings.simplefilter("ignore")
 
 
-def show(text: object, file: Any = None, errors: str = "backslashreplace", colors: bool = False) -> None:
+def show(text: object, file: Any = None, errors: str = "backslashreplace") -> None:
     """Prints what the output's encoding can show, and nothing that a terminal obeys: completions and tokens may hold
-    anything. ``colors``: the text has those of a terminal, and nothing else that it obeys."""
+    anything."""
     stream = file or sys.stdout
     encoding = stream.encoding or "utf-8"
-    shown = str(text) if colors else printable(str(text))
-    print(shown.encode(encoding, errors).decode(encoding), file=stream, flush=True)
+    print(printable(str(text)).encode(encoding, errors).decode(encoding), file=stream, flush=True)
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -61,13 +61,12 @@ def main(argv: list[str] | None = None) -> int:
     if not found or found[0].seconds is None:
         show(_nothing_fits(planner, found, gpus), file=sys.stderr)
         return 2
-    if arguments.write:
-        file = Path(arguments.write)
-        write_text(file, modeline(file) + layout_file(planner, found[0], gpus, argv))
     if arguments.json:
         write_text(Path(arguments.json), json.dumps(as_json(planner, found, gpus), indent=1) + "\n")
     show("\n".join(plan_lines(planner, found, gpus)))
     if arguments.write:
+        file = Path(arguments.write)
+        write_text(file, modeline(file) + layout_file(planner, found[0], gpus, argv))
         show(f"\nwritten: {arguments.write}; openrlhf-ext train --config RECIPE --config it")
     return 0
 
@@ -139,8 +138,6 @@ def plan_lines(planner: Planner, found: Sequence[Candidate], gpus: int) -> Itera
     yield from _levers(planner, best, gpus)
     yield ""
     yield from _memory(planner, best)
-    yield ""
-    yield from _sync(planner, best)
     yield ""
     yield (f"how far off the seconds are: of {error.rows} steps of {kind} that others published half are within a "
         f"factor of {error.median:.2f}, the worst is off by {error.worst:.2f} (predicted / published {error.low:.2f} "
@@ -223,9 +220,11 @@ def _levers(planner: Planner, best: Candidate, gpus: int) -> Iterator[str]:
     yield f"what may help, by a coarse search of each: plan with it for its best layout (now: {now}):"
     found = planner.levers(gpus, best.policy.layout.context_parallel_size)
     for what, one in sorted(found, key=lambda pair: (pair[1].seconds.step if pair[1].seconds else 1e9, pair[1].short)):
-        said = f"lacks {one.short / _GIB:.1f} GiB" if one.seconds is None else f"fits, {one.seconds.step:.0f} s a step"
-        if one.seconds is not None and best.seconds is not None and one.seconds.step > _NO_GAIN * best.seconds.step:
-            said = f"no gain, {one.seconds.step:.0f} s a step"
+        if one.seconds is None:
+            said = f"lacks {one.short / _GIB:.1f} GiB"
+        else:
+            gains = best.seconds is None or one.seconds.step <= _NO_GAIN * best.seconds.step
+            said = f"{'fits' if gains else 'no gain'}, {one.seconds.step:.0f} s a step"
         yield f"  {said:<20}  {what}"
 
 
@@ -283,23 +282,6 @@ def _lengths(planner: Planner, best: Candidate) -> Iterator[str]:
     yield (f"  the longest sequence that fits in this layout (data.max_len): {lengths}"
         f"{f'; the window of the model is {window:,}' if window else ''}; other layouts may take longer ones: plan "
         "with that data.max_len")  # fmt: skip
-
-
-def _sync(planner: Planner, best: Candidate) -> Iterator[str]:
-    from openrlhf_ext.tools.plan.memory import sends_adapters
-    from openrlhf_ext.tools.plan.seconds import GLOO, SLICES, WHOLE
-
-    what = "adapters" if sends_adapters(planner.config) else "weights"
-    where = "on the same GPUs" if planner.config.engines_share_gpus else "on others"
-    yield f"weight sync of the first layout, {planner.sent / 1e9:.3g}e9 bytes of {what}, engines {where}:"
-    said = {
-        WHOLE: "as nccl and cuda_ipc send",
-        SLICES: "each worker gets what it holds, as by vLLM's sharded_rdt, which is not called here",
-        GLOO: "in host memory",
-    }  # fmt: skip
-    for way, one in planner.clock.syncs(best.policy, best.engines).items():
-        yield (f"  {one.seconds:6.2f} s {way} ({said[way]}): {one.moving:.2f} for {one.binds}, {one.calls:.2f} for "
-            "calls")  # fmt: skip
 
 
 def _parts(parts: Mapping[str, int]) -> Iterator[str]:
@@ -374,10 +356,6 @@ def as_json(planner: Planner, found: Sequence[Candidate], gpus: int) -> dict[str
         },
         "allowed": len(found), "fitting": len(fitting), "disk": _disk(planner),
         "weight_sync_bytes": planner.sent,
-        "weight_sync": {
-            way: dataclasses.asdict(one) | {"seconds": one.seconds}
-            for way, one in planner.clock.syncs(fitting[0].policy, fitting[0].engines).items()
-        },
         "layouts": [_candidate_json(candidate) for candidate in _distinct(fitting)[:_SHOWN]],
         "configured": _candidate_json(planner.as_configured()) if planner.is_allowed else None,
     }  # fmt: skip

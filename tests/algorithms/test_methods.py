@@ -81,7 +81,7 @@ for _ in range(30):
 assert logits.softmax(0)[1] > 0.9
 
 from openrlhf_ext.cli.explain import main
-assert main(["--algorithm", name, "--rollouts", "rollouts.jsonl", "--no_color"]) == 0
+assert main(["--algorithm", name, "--rollouts", "rollouts.jsonl"]) == 0
 """
 
 

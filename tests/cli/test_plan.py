@@ -267,9 +267,6 @@ def test_a_sync_of_adapters_counts_what_a_rank_really_sends(tmp_path, capsys):
     for lora, size in (("adapter", sent), ("merged", 2 * weights)):
         assert found[lora]["weight_sync_bytes"] == size
         assert found[lora]["layouts"][0]["memory"]["sampling"]["buffers of the weight sync"] == 2 * size
-    assert "e9 bytes of adapters" in capsys.readouterr().out
-    one, other = (found[lora]["weight_sync"]["over gloo"]["moving"] for lora in ("adapter", "merged"))
-    assert one / other == pytest.approx(sent / (2 * weights))
     assert found["adapter"]["disk"]["the final one in Hugging Face form"] == 2 * sent, "in fp32"
 
 

@@ -1,17 +1,20 @@
-"""The picture in a terminal: what it shows, as plain numbers and texts; its colors, its lines."""
+"""What `explain` shows, as plain numbers and texts; its lines, and the colors that the report's page draws them in."""
 
 from __future__ import annotations
 
 import math
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from openrlhf_ext.inputs import shortened
+from openrlhf_ext.outputs import aligned
+from openrlhf_ext.redaction import printable
+
 
 @dataclass(frozen=True)
 class Completion:
-    """One row: a short mark before it, a sentence about it, and the texts of its tokens."""
+    """One table: a short mark before it, a sentence about it, and the texts of its tokens."""
 
     mark: str
     label: str
@@ -20,7 +23,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Quantity:
-    """What one panel shows.
+    """What one column shows.
 
     Attributes:
         scale: ``amount`` for numbers from 0 up, ``signed`` for numbers whose sign says most and whose sizes are to
@@ -45,7 +48,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything the picture shows."""
+    """Everything that is shown."""
 
     title: str
     prompt: str
@@ -59,7 +62,7 @@ class Explanation:
 Color = tuple[float, float, float]
 """Red, green, blue, each 0 to 1."""
 
-_WHITE, _DIM = (1.0, 1.0, 1.0), (0.62, 0.62, 0.64)
+_WHITE = (1.0, 1.0, 1.0)
 _BLUE_RED = (0.07, 0.34, 0.66), (0.75, 0.10, 0.17)
 _ORANGE, _YELLOW = (0.80, 0.36, 0.02), (0.98, 0.78, 0.24)
 _COLORS: dict[str, tuple[Color, Color]] = {
@@ -148,74 +151,26 @@ _LONGEST_TOKEN, _LONGEST_PROMPT = 12, 600  # characters shown
 
 def visible(token: str) -> str:
     """A token as shown: spaces and line ends have a sign, control characters are escaped, a long token is cut."""
-    text = printable(token).replace(" ", "·") or "∅"
+    text = _on_one_line(token).replace(" ", "·") or "∅"
     return text if len(text) <= _LONGEST_TOKEN else text[: _LONGEST_TOKEN - 1] + "…"
 
 
-def printable(text: str) -> str:
-    """A text on one line, without anything a terminal would obey."""
-    signs = {"\n": "↵", "\t": "⇥"}
-    escaped = (each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
-    return "".join(signs.get(letter, shown) for letter, shown in zip(text, escaped, strict=True))
+def _on_one_line(text: str) -> str:
+    """Without anything a terminal would obey."""
+    return printable(text.replace("\n", "↵").replace("\t", "⇥"))
 
 
-def _columns_of(text: str) -> int:
-    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
-    return len(text) + wide - sum(unicodedata.combining(letter) > 0 for letter in text)
-
-
-def _bands(widths: Sequence[int], width: int) -> Iterator[range]:
-    start, used = 0, 0
-    for position, column in enumerate(widths):
-        if position > start and used + column + 1 > width:
-            yield range(start, position)
-            start, used = position, 0
-        used += column + 1
-    yield range(start, len(widths))
-
-
-def render(explanation: Explanation, *, width: int = 100, color: bool = True) -> str:
-    """The picture as text: ANSI background colors (24 bit) behind the tokens, or the numbers below them."""
-    completions = explanation.completions
-    names = [f"{row} {completion.mark}" for row, completion in enumerate(completions, start=1)]
-    gutter = 1 + max(map(_columns_of, names))
-    names = [f"{name:>{gutter - 1}} " for name in names]
-    panels = [(quantity, Palette(quantity)) for quantity in explanation.quantities]
-    widths = [1] * max(len(completion.tokens) for completion in completions)
-    for row, completion in enumerate(completions):
+def render(explanation: Explanation) -> str:
+    """As text: a table for each completion, with a row for each token and a column of numbers for each quantity."""
+    quantities = explanation.quantities
+    lines = [explanation.title, *explanation.notes, "", f"prompt  {shortened(explanation.prompt, _LONGEST_PROMPT)}", ""]
+    lines += [f"{quantity.name}: {quantity.meaning}" for quantity in quantities]
+    palettes = [Palette(quantity) for quantity in quantities]
+    for row, completion in enumerate(explanation.completions):
+        table = [("#", *(quantity.name for quantity in quantities), "token")]
         for place, token in enumerate(completion.tokens):
-            numbers = [] if color else [palette.text(quantity.values[row][place]) for quantity, palette in panels]
-            widths[place] = max(widths[place], *map(_columns_of, (visible(token), *numbers)))
-    bands = list(_bands(widths, width - gutter))
-    prompt = explanation.prompt
-    prompt = prompt if len(prompt) <= _LONGEST_PROMPT else prompt[:_LONGEST_PROMPT] + "…"
-    labels = [name + completion.label for name, completion in zip(names, completions, strict=True)]
-    lines = list(map(printable, [explanation.title, *explanation.notes, "", f"prompt  {prompt}", *labels]))
-    for quantity, palette in panels:
-        ramps = (("".join(_painted(" ", shade) for shade in ramp[::2]), label) for label, ramp in palette.legend())
-        legend = "   ".join(f"{ramp} {label}" if color else label for ramp, label in ramps)
-        lines += ["", f"{quantity.name}: {quantity.meaning}   [{legend}]"]
-        for band in bands:
-            lines += [f"{'':{gutter}}from token {band.start + 1}"] if len(bands) > 1 else []
-            for name, completion, values in zip(names, completions, quantity.values, strict=True):
-                places = band[: max(0, len(completion.tokens) - band.start)]
-                shown = [(visible(completion.tokens[place]), values[place], widths[place]) for place in places]
-                lines += _row(name, shown, palette, color)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _row(name: str, shown: Sequence[tuple[str, float | None, int]], palette: Palette, color: bool) -> list[str]:
-    """``shown``: token, number, and columns."""
-    if not shown:
-        return []
-    texts = [(" " * (width - _columns_of(token)) + token, value, width) for token, value, width in shown]
-    if color:
-        return [name + " ".join(_painted(text, palette.color(value), value) for text, value, _ in texts)]
-    numbers = [palette.text(value).rjust(width) for _, value, width in shown]
-    return [name + " ".join(text for text, _, _ in texts), " " * len(name) + " ".join(numbers)]
-
-
-def _painted(text: str, background: Color, value: float | None = 0.0) -> str:
-    ink = _DIM if value is None else ink_on(background)  # dim: an environment wrote it
-    behind, letters = (";".join(str(round(255 * part)) for part in shade) for shade in (background, ink))
-    return f"\x1b[48;2;{behind}m\x1b[38;2;{letters}m{text}\x1b[0m"
+            values = (quantity.values[row][place] for quantity in quantities)
+            numbers = (palette.text(value) for palette, value in zip(palettes, values, strict=True))
+            table.append((str(place + 1), *numbers, visible(token)))
+        lines += ["", f"{row + 1} {completion.mark} {completion.label}", *aligned(table)]
+    return "\n".join(map(_on_one_line, lines))

@@ -72,7 +72,7 @@ def make_batch(rollouts: Sequence[Rollout]) -> RolloutBatch:
 def _quantities(
     algorithm: Algorithm, batch: RolloutBatch, shaped: LossBatch, rows: Mapping[int, Rollout]
 ) -> tuple[list[Quantity], list[str]]:
-    """The panels that a method has, and what is said instead of a panel that would show nothing new."""
+    """The columns that a method has, and what is said instead of one that would show nothing new."""
 
     def panel(name: str, meaning: str, scale: Any, values_N: Tensor) -> Quantity:
         def row_values(row: int, own: list[bool]) -> tuple[float | None, ...]:

@@ -33,7 +33,7 @@ from openrlhf_ext.tools.plan.memory import (
     param_bytes,
     sends_adapters,
 )
-from openrlhf_ext.tools.plan.seconds import GLOO, GPUS, KV_CACHE, WHOLE, Assumptions, Clock, Engines, Seconds
+from openrlhf_ext.tools.plan.seconds import GPUS, KV_CACHE, Assumptions, Clock, Engines, Seconds
 
 ACTOR, CRITIC, REWARDS, GUIDE = (f"{name}.model_name_or_path" for name in ("actor", "critic", "reward", "guide"))
 ALIKE = 0.05
@@ -267,8 +267,7 @@ class Costs:
 
     def _seconds(self, models: Models, engines: Engines) -> Seconds:
         rollout, (logprobs, train, moves) = self.clock.rollout(engines), models.seconds
-        ways = self.clock.syncs(models.policy, engines)
-        sync = ways[GLOO if self.config.vllm.sync_backend == "gloo" else WHOLE].seconds
+        sync = self.clock.sync(models.policy, engines)
         if self.config.max_staleness > 0:  # engines sample while the policy is trained
             rollout = max(0.0, rollout - logprobs - train)
         return Seconds(rollout, logprobs, train, sync, moves, self.assumed.fixed_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import logging
+import math
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any, Literal
 
 import psutil
 import torch
+import yaml
 
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, Violation, value_of
 from openrlhf_ext.config.file_rules import not_given
@@ -294,15 +296,8 @@ def _written(config: RunConfig, chosen: Iterable[str]) -> str:
     """The options that were chosen as YAML on one line, without those at their default but the first size."""
     default = RunConfig()
     values = {name: value for name in chosen if (value := value_of(config, name)) != value_of(default, name)}
-    return ", ".join(
-        f"{name}: {_flow(part)}" for name, part in nest({SIZES[0]: value_of(config, SIZES[0])} | values).items()
-    )
-
-
-def _flow(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name}: {_flow(inner)}' for name, inner in value.items())}}}"
-    return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value).lower()
+    tree = nest({SIZES[0]: value_of(config, SIZES[0])} | values)
+    return yaml.safe_dump(tree, default_flow_style=True, sort_keys=False, width=math.inf).strip()[1:-1]
 
 
 def _engine_too_large(laid_out: Candidate, device: Device) -> Iterator[Violation]:

@@ -326,12 +326,9 @@ class Planner(Costs):
         few = [*range(1, per_node), *(per_node * nodes for nodes in range(1, _FEW_NODES + 1))]
         if (found := next(filter(self.fits, few), None)) is not None:
             return found
-        failed = few[-1]
-        while failed <= _MOST_GPUS // 2 and not self.fits(2 * failed):
-            failed *= 2
-        if failed > _MOST_GPUS // 2:
-            return None
-        return next(filter(self.fits, range(failed + per_node, 2 * failed + 1, per_node)))
+        many = range(few[-1] + per_node, _MOST_GPUS + 1, per_node)
+        enough = bisect_left(many, True, key=self.fits)
+        return many[enough] if enough < len(many) else None
 
     def fits(self, gpus: int) -> bool:
         return any(candidate.seconds for candidate in self._allowed(gpus, if_states_fit=True))

@@ -17,7 +17,7 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.megatron.mlps.moe import FULLEST_RANK
 from openrlhf_ext.megatron.model.flops import BACKWARD, PEAK_BF16_TFLOPS
 from openrlhf_ext.megatron.model.shape import ModelShape
-from openrlhf_ext.tools.plan.memory import GIB, TrainedModel, Workload, entries, param_bytes, sends_adapters
+from openrlhf_ext.tools.plan.memory import GIB, TrainedModel, Workload, entries
 
 _BF16, _FP32 = 2, 4
 _NODE = 8
@@ -200,28 +200,11 @@ def _gains() -> str:
     return ", ".join(f"{recipe} {gain:g}" for recipe, gain in FP8_GAIN.items())
 
 
-WHOLE, SLICES, GLOO = "through rank 0", "in slices", "over gloo"
-"""Ways of a weight sync: as ``nccl`` and ``cuda_ipc`` send, where every engine gets all from rank 0; as vLLM's
-``sharded_rdt`` does, which this package does not call: each engine worker gets the slices that it holds from the ranks
-that hold them, all copies of the policy alike; and host memory."""
 _CALLS_S = (0.05, 0.018)
 """Of the calls of an update with one engine, and of each further one. These and the next are measured on two cores with
 Qwen2.5-0.5B (benchmarks/results/weight_sync_cpu.json: control; engine; transport)."""
 _GLOO_S_PER_GB = 1.15
 """Over gloo into a loaded engine: of the whole sync, 0.38 s is sending and 0.75 s loading."""
-
-
-@dataclass(frozen=True)
-class Sync:
-    """Seconds of a weight sync: in which bytes move, of calls besides; ``binds``: what takes the former."""
-
-    moving: float
-    calls: float
-    binds: str
-
-    @property
-    def seconds(self) -> float:
-        return self.moving + self.calls
 
 
 @dataclass(frozen=True)
@@ -446,39 +429,20 @@ class Clock:
 
     # ---- weights and states -------------------------------------------------------------------------------------
 
-    def syncs(self, policy: TrainedModel, engines: Engines) -> dict[str, Sync]:
-        """Every way of sending, by name; adapters do not travel in slices. What a part takes is hidden behind the
-        longest one, as buckets are sent, received, loaded and summed at the same time; the calls are not."""
-        layout, per_node = policy.layout, max(policy.near_ranks, _NODE)
-        shared, workers = policy.config.engines_share_gpus, engines.count * engines.tensor_parallel_size
-        one_node = layout.world_size + (0 if shared else workers) <= per_node
-        nodes = 1 if one_node else math.ceil(layout.copy_ranks / policy.near_ranks)
-        size = self.sent
+    def sync(self, policy: TrainedModel, engines: Engines) -> float:
+        """Rank 0 gathers all and sends it to every engine, or gloo does in host memory. Bytes are sent, received,
+        loaded and summed at the same time, so that the slowest of these counts; the calls come on top."""
+        size, layout, workers = self.sent, policy.layout, engines.count * engines.tensor_parallel_size
         calls = _CALLS_S[0] + _CALLS_S[1] * (engines.count - 1)
-        wire, across = self._rate(self.gpu.near if one_node else self.gpu.far), self._rate(self.gpu.far)
-
-        def in_memory(held: float) -> tuple[float, str]:  # written, read by the loader, written, read for the sum
-            return 4 * held / self._rate(self.gpu.hbm), "loading and checksums"
-
-        gathered = size * (1 - 1 / nodes) / across if nodes > 1 else size / self._rate(self.gpu.near)
-        whole = max((size / wire, "what rank 0 sends"), (gathered, "what rank 0 gathers"), in_memory(size))
-        # a slice lies on one of the nodes that a copy is spread over, or on none where engines have their own
-        away = 0.0 if one_node else 1 - 1 / nodes if shared else 1.0
-        received = size / engines.tensor_parallel_size
-        sent = sum(
-            held * param_bytes(policy.megatron) * engines.count / copies for held, copies in self._shares(policy)
-        )
-        slices = max(
-            *((part * share / self._rate(rate), f"{what}{where}")
-              for part, what in ((received, "what a worker receives"), (sent, "what the fullest rank sends"))
-              for share, rate, where in ((away, self.gpu.far, ""), (1 - away, self.gpu.near, " within a node"))),
-            in_memory(received),
-        )  # fmt: skip
-        ways = {
-            WHOLE: Sync(whole[0], calls, whole[1]), SLICES: Sync(slices[0], calls, slices[1]),
-            GLOO: Sync(size / 1e9 * _GLOO_S_PER_GB, calls, "host memory and the loopback"),
-        }  # fmt: skip
-        return {way: one for way, one in ways.items() if way != SLICES or not sends_adapters(policy.config)}
+        if policy.config.vllm.sync_backend == "gloo":
+            return calls + size / 1e9 * _GLOO_S_PER_GB
+        places = layout.world_size + (0 if policy.config.engines_share_gpus else workers)
+        one_node = places <= max(policy.near_ranks, _NODE)
+        nodes = 1 if one_node else math.ceil(layout.copy_ranks / policy.near_ranks)
+        near, far = self._rate(self.gpu.near), self._rate(self.gpu.far)
+        gathered = size * (1 - 1 / nodes) / far if nodes > 1 else size / near
+        in_memory = 4 * size / self._rate(self.gpu.hbm)  # written, read by the loader, written, read for the sum
+        return calls + max(size / (near if one_node else far), gathered, in_memory)
 
     def moves(self, model: TrainedModel) -> float:
         """States of a policy that sleeps: to host memory and back; gradients are only given up."""

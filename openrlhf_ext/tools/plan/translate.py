@@ -27,8 +27,7 @@ from openrlhf_ext.options import nest
 
 PROJECTS = ("verl", "trl")
 _SHOWN_LETTERS = 200
-_SHORT = {"A.": "actor_rollout_ref.actor.", "R.": "actor_rollout_ref.rollout."}
-_WORD = re.compile(r"\+{0,2}(?P<name>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
+_WORD = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _KEY = re.compile(r"((?<!\$)[{,]\s*[\w.]+):(?=\S)")  # of hydra's maps, which need no space behind the colon
 _OWN = ("ppo_trainer", "ppo_megatron_trainer")
@@ -60,24 +59,24 @@ def translate(words: Sequence[str], gpus: int | None = None) -> str:
     project, *theirs = words
     if project == "verl" and gpus is not None:
         raise InputError("--gpus is for TRL, whose launcher knows: verl has trainer.n_gpus_per_node and trainer.nnodes")
-    table = _table(project)
-    where = shlex.join(theirs)[:_SHOWN_LETTERS]
-    with reading(where, f"as options of {table['release']}"):
+    table, command = _table(project), f"plan --from {shlex.join(words)}"
+    release = table["release"]
+    with reading(command[:_SHOWN_LETTERS], f"as options of {release}"):
         given = _of_verl(theirs) if project == "verl" else _of_trl(theirs)
-    unknown = [name for name in given if _said(table, name) is None]
-    known = given.keys() & {*table["options"], *table["lines"], *table["nothing"]}
-    if not given or len(unknown) > len(known):
-        raise InputError(
-            f"plan --from {project} takes a YAML file or options of {table['release']}, which knows "
-            f"{len(given) - len(unknown)} of the {len(given)} names here and not: {', '.join(unknown[:5])}"
-        )
-    if gpus is not None:
-        given["gpus"] = gpus
-    with reading(where, f"as options of {table['release']}"):
-        ours, lines = _by_table(table, given)
-        comments = (f"of {table['release']}, by openrlhf-ext plan --from {shlex.join(words)}", *sorted(lines))
-        notes = "".join(f"# {' '.join(line.split())}\n" for line in comments)
-        text = notes + yaml.safe_dump(nest(ours), sort_keys=True)
+        said = {name: _said(table, name) for name in given if name not in table["options"]}
+        unknown = [name for name, text in said.items() if text is None]
+        if not given or 2 * len(unknown) > len(given):
+            raise InputError(
+                f"{command[:_SHOWN_LETTERS]} takes a YAML file or options of {release}, which knows "
+                f"{len(given) - len(unknown)} of the {len(given)} names here and not: {', '.join(unknown[:5])}"
+            )
+        for name in unknown:
+            near = nearest(name, table["options"], 0.85)
+            said[name] = f"{release} has no such option" + (f"; there is {near}" if near else "")
+        ours, notes = _by_table(table, given if gpus is None else given | {"gpus": gpus})
+        lines = sorted([*notes, *(f"{name} {given[name]}: {text}" for name, text in said.items())])
+        comments = (f"of {release}, by openrlhf-ext {command}", *lines)
+        text = "".join(f"# {' '.join(line.split())}\n" for line in comments) + yaml.safe_dump(nest(ours))
         text.encode()  # no half of a character, which no terminal shows
     return text
 
@@ -88,42 +87,32 @@ def _table(project: str) -> dict[str, Any]:
 
 
 def _said(table: Mapping[str, Any], name: str) -> str | None:
-    """What becomes of an option of theirs; None: they have none of this name."""
-    if name in table["options"]:
-        return ""
-    found = (said for pattern, said in table["lines"].items() if fnmatchcase(name, pattern))
+    """What becomes of an option of theirs that is none here; None: they have none of this name."""
+    found = (text for pattern, text in table["lines"].items() if fnmatchcase(name, pattern))
     return next(found, "not here" if name.partition(".")[0] in table["nothing"] else None)
 
 
 def _by_table(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    options, ours = table["options"], {}
-    kinds = [(name, given[name], *options[name]) for name in given if name in options]
-    if wrong := [
-        f"{name} must be {'true or false' if isinstance(default, bool) else 'a number'}, as its default {default}: got "
-        f"{value!r:.80}"
-        for name, value, own, default in kinds
-        if isinstance(default, (int, float)) and not isinstance(value, (int, float))
-        and (value is not None or own is not None)
-    ]:  # fmt: skip
+    """Our options, and notes. Raises ValueError: values are not of the kind of their defaults."""
+    values: dict[str, Any] = {}
+    ours: dict[str, Any] = {}
+    wrong = []
+    for name, (own, default) in table["options"].items():
+        value = values[name] = given.get(name, default)
+        may_be_null = value is None and own is None
+        if isinstance(default, (int, float)) and not isinstance(value, (int, float)) and not may_be_null:
+            kind = "true or false" if isinstance(default, bool) else "a number"
+            wrong.append(f"{name} must be {kind}, as its default {default}: got {value!r:.80}")
+        if own is not None:
+            ours[own] = value
+    if wrong:
         raise ValueError("; ".join(wrong))
 
-    def v(name: str) -> Any:
-        name = _SHORT.get(name[:2], name[:2]) + name[2:]
-        return given.get(name, options[name][1])
-
-    for theirs, (name, _) in options.items():
-        if name is not None:
-            ours[name] = v(theirs)
-    names = {"v": v, "ours": ours}
+    names = {"v": values.__getitem__, "ours": ours}
     for name, rule in table["rules"].items():
         ours[name.format(estimator=ours.get("algo.advantage.estimator"))] = eval(rule, names)
-    lines = [f"{name}: {text}" for name, (rule, text) in table["notes"].items() if eval(rule, names)]
-    for name in given.keys() - options.keys():
-        if (text := _said(table, name)) is None:
-            near = nearest(name, [one for one in options if one.rpartition(".")[0] == name.rpartition(".")[0]], 0.85)
-            text = f"{table['release']} has no such option" + (f"; there is {near}" if near else "")
-        lines.append(f"{name} {given[name]}: {text}")
-    return {name: value for name, value in ours.items() if value is not None}, lines
+    notes = [f"{name}: {text}" for name, (rule, text) in table["notes"].items() if eval(rule, names)]
+    return {name: value for name, value in ours.items() if value is not None}, notes
 
 
 # ---- what is given -----------------------------------------------------------------------------------------------
@@ -140,37 +129,33 @@ def _of_verl(words: Sequence[str]) -> dict[str, Any]:
         if name in chosen:
             chosen[name] = value if equals else next(left, "")
         elif (found := _WORD.fullmatch(word)) is not None:
-            text = found["value"]
-            text = _KEY.sub(r"\1: ", text) if text.startswith(("{", "[")) else text
-            changes |= _flat({found["name"]: _value(text, found["name"])})
-        elif word.endswith((".yaml", ".yml")):
-            paths.append(word)
+            text = _KEY.sub(r"\1: ", value) if value.startswith(("{", "[")) else value
+            changes |= _flat({found[1]: _value(text, found[1])})
         else:
-            raise InputError(f"plan --from verl takes a YAML file and NAME=VALUE: got {word!r}; {_IN_SCRIPTS}")
+            paths.append(word)
     folder, file = map(Path, chosen.values())
     if folder != Path("config") or file.stem not in _OWN:  # verl's own stands for its defaults
         paths.append(str(folder / (file if file.suffix else f"{file}.yaml")))
-    given = _of_files(paths) | changes
+    given = _of_files(paths, "verl takes a YAML file and NAME=VALUE") | changes
     options = _table("verl")["options"]
     return {name: _put_in(name, given) if name in options else value for name, value in given.items()}
 
 
 def _of_trl(words: Sequence[str]) -> dict[str, Any]:
     """Of a YAML file, then of the words, as TRL's parser reads them."""
-    paths, given = [], {}
+    paths: list[str] = []
+    changes: dict[str, Any] = {}
     ahead = [] if not words or words[0].startswith("--") else ["--config"]
     for word, texts in words_by_option([*ahead, *words], []):
         name = word.removeprefix("--").replace("-", "_")
-        values = [_value(text, name) for text in texts]
         if name == "config":
             paths += texts
-        elif not texts and name.removeprefix("no_") in _table("trl")["options"]:
-            given[name.removeprefix("no_")] = not name.startswith("no_")
+        elif texts:
+            values = [_value(text, name) for text in texts]
+            changes |= _flat({name: values[0] if len(values) == 1 else values})
         else:
-            given |= _flat({name: values[0] if len(values) == 1 else values or True})
-    if wrong := [path for path in paths if not path.endswith((".yaml", ".yml"))]:
-        raise InputError(f"plan --from trl takes a YAML file and --NAME VALUE: got {wrong[0]!r}; {_IN_SCRIPTS}")
-    return _of_files(paths) | given
+            changes[name.removeprefix("no_")] = not name.startswith("no_")
+    return _of_files(paths, "trl takes a YAML file and --NAME VALUE") | changes
 
 
 def _value(text: str, name: str) -> Any:
@@ -178,10 +163,13 @@ def _value(text: str, name: str) -> Any:
         return yaml.load(text, Loader=ConfigLoader) if text else ""
 
 
-def _of_files(paths: Sequence[str]) -> dict[str, Any]:
-    """Raises InputError: one cannot be read, holds no map, or is composed of files other than verl's own."""
+def _of_files(paths: Sequence[str], takes: str) -> dict[str, Any]:
+    """Raises InputError: one is no YAML file, cannot be read, holds no map, or is composed of files other than verl's
+    own."""
     given: dict[str, Any] = {}
     for path in paths:
+        if not path.endswith((".yaml", ".yml")):
+            raise InputError(f"plan --from {takes}: got {path!r}; {_IN_SCRIPTS}")
         with reading(path, "as YAML"):
             tree = yaml.load(read_text(path), Loader=ConfigLoader)
             if not isinstance(tree, dict):
@@ -203,10 +191,10 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
 
 def _put_in(name: str, given: Mapping[str, Any], above: Sequence[str] = ()) -> Any:
     """An option's value, with those of others that it refers to. Raises ValueError: it refers to something else."""
-    value, above = given[name], (*above, name)
+    value = given[name]
 
     def other(found: re.Match[str]) -> Any:
-        return _put_in(found[1], given, above) if found[1] in given.keys() - above else found[0]
+        return _put_in(found[1], given, (*above, name)) if found[1] in given.keys() - {*above, name} else found[0]
 
     if isinstance(value, str):
         whole = _REFERENCE.fullmatch(value)

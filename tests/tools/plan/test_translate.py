@@ -226,7 +226,7 @@ FILES = {
     (["verl", "actor_rollout_ref.rollout.gpu_memory_utilization="], "must be a number, as its default 0.5: got ''"),
     (["verl", "actor_rollout_ref.rollout.n=null"], "must be a number, as its default 1: got None"),
     (["trl", "learning_rate=1e-5"], "takes a YAML file and --NAME VALUE: got 'learning_rate=1e-5'"),
-    (["trl", "--use_peft", "no", "--beta", "x"], "use_peft must be true or false, as its default False: got 'no'; "),
+    (["trl", "--use_peft", "no", "--beta", "x"], "use_peft must be true or false, as its default False: got 'no'"),
     (["trl", "--num_generations", "4", "8"], "num_generations must be a number, as its default 8: got [4, 8]"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_refused_by_name(words, complaint, tmp_path, monkeypatch, capsys):
