@@ -29,7 +29,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.record import ROOT, environment, write
+from benchmarks.record import ROOT, environment, load, write
 
 RECORD = "soak_cpu.json"
 RECIPES = {"synchronous": {}, "streaming": {"train.max_staleness": 2}}
@@ -123,6 +123,20 @@ def summary(points: list[tuple[int, float]], steps: int) -> dict[str, Any]:
     third, fourth = medians[2], medians[3]
     holds = None if third is None or fourth is None else fourth <= GROWTH * third
     return {"quarters_mib": medians, "most_mib": max(mib for _, mib in points), "holds": holds}
+
+
+def table() -> str:
+    """docs/performance.md: private memory by quarters of the steps."""
+    lines = ["| recipe, steps | process | MiB by quarters | holds |", "|---|---|---|---|"]
+    for name, found in load(RECORD)["recipes"].items():
+        for process, seen in found["processes"].items():
+            quarters = ", ".join(f"{mib:.0f}" for mib in seen["quarters_mib"])
+            holds = "yes" if seen["holds"] else "no"
+            lines.append(f"| {name}, {found['steps']:,} | {process} | {quarters} | {holds} |")
+    return "\n".join(lines)
+
+
+TEXTS = {"table": table}
 
 
 def main(argv: list[str] | None = None) -> int:
