@@ -173,6 +173,7 @@ def reading(path: str | Path, how: str = "") -> Iterator[None]:
         raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; save it as UTF-8") from error
     except OSError as error:
         hint = similar_path(path) if isinstance(error, FileNotFoundError) else ""
+        hint = "; give one of its files" if isinstance(error, IsADirectoryError) else hint
         raise InputError(f"{path} cannot be read: {error.strerror or error}{hint}") from error
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":

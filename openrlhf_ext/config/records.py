@@ -225,8 +225,24 @@ def _messages_fault(prompt: Any, chat: bool) -> str | None:
     if not isinstance(prompt, list):
         return "a text or a list of messages"
     roles = (isinstance(message, dict) and isinstance(message.get("role"), str) for message in prompt)
-    contents = (isinstance(m, dict) and isinstance(m.get("content"), (str, list)) for m in prompt)
+    contents = (isinstance(m, dict) and isinstance(as_text(m.get("content")), str) for m in prompt)
     return None if all(roles) and all(contents) else "a list of messages, each with the texts 'role' and 'content'"
+
+
+def as_text(content: Any) -> Any:
+    """The text of a message whose content is a list of parts that are texts; anything else as it is. A template of a
+    model that knows texts alone would write such a list as Python does."""
+    parts = content if isinstance(content, list) else [None]
+    if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        return "".join(part["text"] for part in parts)
+    return content
+
+
+def as_chat(prompt: str | list[dict[str, Any]], role: str = "user") -> list[dict[str, Any]]:
+    """Messages as chat templates get them; a text is one message."""
+    if isinstance(prompt, str):
+        return [{"role": role, "content": prompt}]
+    return [{**message, "content": as_text(message["content"])} for message in prompt]
 
 
 # ---- forms of files ---------------------------------------------------------------------------------------------
@@ -270,8 +286,8 @@ def _csv_rows(path: str) -> Iterator[dict[str, Any]]:
         for row in reader:
             if None in row:
                 raise InputError(
-                    f"{path}, line {reader.line_num} has more fields than the first line; put texts with commas in "
-                    "quotes"
+                    f"{path}, line {reader.line_num} has more fields than the first line; separate fields by commas, "
+                    "and put texts with commas in quotes"
                 )
             yield {name: text or None for name, text in row.items()}
 

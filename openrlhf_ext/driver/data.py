@@ -10,7 +10,7 @@ from typing import Any
 
 from openrlhf_ext.compat import DriverStrategy, get_tokenizer
 from openrlhf_ext.config import RunConfig
-from openrlhf_ext.config.records import Wanted, read_records
+from openrlhf_ext.config.records import Wanted, as_chat, read_records
 from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver.evaluation import HeldOut
 from openrlhf_ext.driver.rollouts import all_prompts
@@ -113,8 +113,7 @@ def load_prompts(
 def _formed(prompt: Any, template: str | None, chat: bool, tokenizer: Any) -> str:
     """The text that is sampled from. Words such as ``<image>`` stay text: prompts have no other parts."""
     if chat:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return str(tokenizer.apply_chat_template(as_chat(prompt), tokenize=False, add_generation_prompt=True))
     return template.format(prompt) if template else prompt
 
 

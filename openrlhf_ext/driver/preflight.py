@@ -28,7 +28,7 @@ from openrlhf_ext.config.files import (
     tokenizer_fault,
 )
 from openrlhf_ext.config.model_rules import model_violations
-from openrlhf_ext.config.records import Wanted, open_source
+from openrlhf_ext.config.records import Wanted, as_chat, open_source
 from openrlhf_ext.config.rules import RESERVED_KEYS
 from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.inputs import InputError, reading
@@ -608,5 +608,4 @@ def _first_prompt(config: RunConfig) -> Iterator[tuple[str, object]]:
         if not is_hub_name(ref.path):
             _, record = next(open_source(ref, data.prompt_split).records(wanted))
             prompt = record[data.input_key]
-            text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-            yield str(text), "" if data.label_key is None else record[data.label_key]
+            yield as_chat(prompt)[-1]["content"], "" if data.label_key is None else record[data.label_key]

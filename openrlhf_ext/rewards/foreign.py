@@ -67,10 +67,13 @@ class _Function:
         rest = next((name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD), None)
         self.is_trls, self._takes_all = "completions" in needed, rest is not None
         if rest and not self.is_trls:
-            needed |= {"ground_truth", *_VERLS}
+            needed.add("ground_truth")
         reads = re.findall(rf"(?:'(\w+)' (?:not )?in )?\b{rest}\b(?:(?:\[|\.get\(|\.pop\()'(\w+)')?", body)
         keys = [asked or key or _UNTOLD for asked, key in reads if rest]
-        self._none = dict.fromkeys(one for one in _VERLS & needed if one not in body)
+        verls = () if self.is_trls else _VERLS
+        self._none = dict.fromkeys(
+            one for one in verls if (one in needed and one not in body) or (rest and one not in parameters)
+        )
         self._needs = sorted(needed - {*self._none, *_WORDS, "prompts"})
         may = [one for one in parameters if not isinstance(parameters[one].default, numbers.Number) and one != rest]
         labels = [one for one in self._needs or dict.fromkeys([*may, *keys]) if one not in _NO_LABEL]

@@ -18,6 +18,8 @@ from uuid import uuid4
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from openrlhf_ext.config.records import as_chat
+
 Chat = list[dict[str, Any]]
 Span = tuple[int, int]
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
@@ -129,8 +131,7 @@ class ExampleForm:
 
     def _chat(self, prompt: Any, answer: Any) -> tuple[str, list[Span], str]:
         """A rendered chat, [start, stop) of its trained words, and what the template wrote before one of its own."""
-        asked: Chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        given: Chat = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else list(answer or ())
+        asked, given = as_chat(prompt), as_chat(answer or [], "assistant")
         chat, first = asked + given, len(asked) if given else len(asked) - 1
         turns = [i for i, m in enumerate(chat) if m["role"] == "assistant" and (self.multiturn or i >= first)]
         template = self.tokenizer.get_chat_template()
@@ -218,10 +219,8 @@ def _of_the_template() -> Iterator[None]:
 
 def _words(message: Mapping[str, Any]) -> list[str]:
     """What a message says: its content, its reasoning, the names of the tools that it calls."""
-    content = message["content"]
-    parts = [content] if isinstance(content, str) else [part.get("text") for part in content]
     called = [(call.get("function") or call).get("name") for call in message.get("tool_calls") or ()]
-    said = [*parts, *(message.get(key) for key in _OTHER_WORDS), *called]
+    said = [message["content"], *(message.get(key) for key in _OTHER_WORDS), *called]
     return [words for words in said if isinstance(words, str) and words.strip()]
 
 

@@ -31,6 +31,7 @@ def load(tmp_path_factory):
         config = SimpleNamespace(data=data, train=SimpleNamespace(seed=1))
         return load_prompts(config, tokenizer, str(folder / file), "train", limit)
 
+    call.tokenizer = tokenizer
     return call
 
 
@@ -76,3 +77,17 @@ def test_a_file_that_cannot_be_read_is_named(load):
 def test_a_prompt_that_the_chat_template_cannot_form_names_the_options(load):
     with pytest.raises(InputError, match=r"data.input_key q and data.apply_chat_template True: "):
         load("skip", chat=True)
+
+
+def test_contents_that_are_lists_of_texts_are_these_texts(load, monkeypatch):
+    """A template of texts alone would write such a list as Python does."""
+    rows = [
+        {"q": [{"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}]}], "a": "2"},
+        {"q": "<image>2+2", "a": "4"},
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    monkeypatch.setattr(load.tokenizer, "chat_template", "{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    assert load("skip", limit=99, file="parts.jsonl", text=text, chat=True).prompts == ["[1+1]", "[<image>2+2]"]
+    image = json.dumps({"q": [{"role": "user", "content": [{"type": "image"}]}], "a": "2"}) + "\n"
+    with pytest.raises(InputError, match="line 1 has a list under 'q', which must be a list of messages"):
+        load("skip", file="image.jsonl", text=image, chat=True)

@@ -220,3 +220,14 @@ def test_an_edit_of_one_second_and_one_length_is_seen(tmp_path: Path) -> None:
         os.utime(path, (1e9, 1e9))
         assert load_reward_function(str(path))([], [], [])["rewards"] == value
     assert [*tmp_path.iterdir()] == [path], "nothing is written beside a user's file"
+
+
+def test_verls_own_signature_needs_nothing_but_the_label(tmp_path):
+    """``extra_info`` has a default there, and the function lives with None."""
+    path = tmp_path / "verl.py"
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, strict=True, **kwargs):\n"
+        "    return float(ground_truth in solution_str) + (extra_info or {}).get('index', -1)\n"
+    )
+    function = load_reward_function(str(path))
+    assert function(["q"], ["p"], ["4"], ["x=4"]) == [{"rewards": 0.0}]

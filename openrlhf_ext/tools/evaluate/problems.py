@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext import rewards
-from openrlhf_ext.config.records import Records, Wanted, record_fault, records_of
+from openrlhf_ext.config.records import Records, Wanted, as_chat, record_fault, records_of
 from openrlhf_ext.inputs import (
     FLAG,
     INTEGER,
@@ -94,7 +94,7 @@ class PromptStyle:
         if not self.chat:
             return f"{self.system_prompt}\n\n{text}" if self.system_prompt else text
         assert tokenizer is not None
-        chat = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+        chat = as_chat(text)
         if self.system_prompt:
             chat.insert(0, {"role": "system", "content": self.system_prompt})
         return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
