@@ -128,11 +128,12 @@ def summary(points: list[tuple[int, float]], steps: int) -> dict[str, Any]:
 def table() -> str:
     """docs/performance.md: private memory by quarters of the steps."""
     lines = ["| recipe, steps | process | MiB by quarters | holds |", "|---|---|---|---|"]
-    for name, found in load(RECORD)["recipes"].items():
+    record = load(RECORD)
+    for name, found in record["recipes"].items():
         for process, seen in found["processes"].items():
             quarters = ", ".join(f"{mib:.0f}" for mib in seen["quarters_mib"])
             holds = "yes" if seen["holds"] else "no"
-            lines.append(f"| {name}, {found['steps']:,} | {process} | {quarters} | {holds} |")
+            lines.append(f"| {name}, {record['steps']:,} | {process} | {quarters} | {holds} |")
     return "\n".join(lines)
 
 

@@ -87,6 +87,8 @@ def launcher(config: SupervisedConfig) -> Iterator[Violation]:
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
         if not (value := os.environ.get(name, "0")).isdecimal():
             yield Violation((), f"{name} must be a whole number, as a launcher sets it: got {shown(value)}; unset it")
+    if "WORLD_SIZE" not in os.environ:
+        return
     option, ranks, total = "model.num_gpus_per_node", config.model.num_gpus_per_node, config.world_size
     if ranks is not None and (total % ranks or os.environ.get("LOCAL_WORLD_SIZE", str(ranks)) != str(ranks)):
         yield Violation((option,), f"{option} {ranks} contradicts the launcher, which started {total} ranks "

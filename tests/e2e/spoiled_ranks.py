@@ -37,7 +37,7 @@ class NotFinite(policy.PolicyActor):
 
     spoils = True
 
-    def fit(self) -> dict[str, float]:
+    def fit(self, *shares: Any) -> dict[str, float]:
         import torch.distributed as dist  # not at the top: the class goes to the ranks by value
 
         model = self.policy.config
@@ -53,7 +53,7 @@ class NotFinite(policy.PolicyActor):
             if dist.get_rank() == 1:
                 model.finalize_model_grads_func = spoiled
         try:
-            return super().fit()
+            return super().fit(*shares)
         finally:
             model.finalize_model_grads_func = reduce
 

@@ -79,8 +79,7 @@ def test_the_agent_s_failures_are_counted_and_its_turns_trained_on(task):
     records = steps_of(task, "ppo") + steps_of(task, "grpo")
     # raised, hung, and gave no reward: each leaves a response with the reward of a failure
     assert [record["reward/failures"] for record in records] == [3, 0, 0, 0, 0, 0]
-    assert records[0]["reward_log/turns"] == pytest.approx(2 * 29 / 32)
-    assert all(record["reward_log/turns"] == 2 for record in records[1:])
+    assert all(record["reward_log/turns"] == 2 for record in records), "of those that tell it"
     # at most six tokens in each of two turns: what the environment said is not trained on
     assert all(6 < record["response/length_mean"] <= 12 for record in records[1:])
     assert all(record["kl/rollout_max_abs"] < 1e-3 for record in records)

@@ -60,7 +60,7 @@ def _record(done: float, chance: random.Random, ranks: int, names: Sequence[str]
             f"rank/{rank}/time_train": 40.0,
             f"rank/{rank}/time_logprob": 9,
         }
-    return record | {name: noise for name in names}
+    return record | {name: abs(noise) if name.endswith("stderr") else noise for name in names}
 
 
 def _events(path: Path, steps: int, options: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ _TEXTS = [
 def _completion(step: int, chance: random.Random, right: bool) -> dict[str, Any]:
     ids = list(range(len(_TEXTS))) * 3
     return {
-        "group": step, "prompt": f"What is 3 + 4? {HOSTILE}", "token_ids": ids, "reward": float(right),
+        "group": step, "prompt": f"What is 3 + 4? {HOSTILE}", "label": "7", "token_ids": ids, "reward": float(right),
         "score": float(right), "truncated": not right, "from_guide": False,
         "logprobs": [-chance.random() for _ in ids], "entropies": [3 * chance.random() ** 4 for _ in ids],
         "advantages": [(1 if right else -1) * (0.5 + chance.random()) for _ in ids],
