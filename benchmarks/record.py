@@ -277,11 +277,6 @@ def write_pages() -> None:
         page.write_text(filled(page.read_text()))
 
 
-def region_records(page: str) -> set[str]:
-    """The records that the regions of a page are made from."""
-    return {name for region in REGION.finditer(page) for name in _made(region[2], region[3])[1]}
-
-
 def _text(program: str, name: str) -> str:
     text, names = _made(program, name)
     return "\n\n".join([*filter(None, [text]), *map(state, names)])

@@ -133,7 +133,7 @@ def table() -> str:
         for process, seen in found["processes"].items():
             quarters = ", ".join(f"{mib:.0f}" for mib in seen["quarters_mib"])
             holds = "yes" if seen["holds"] else "no"
-            lines.append(f"| {name}, {record['steps']:,} | {process} | {quarters} | {holds} |")
+            lines.append(f"| {name}, {found.get('steps', record['steps']):,} | {process} | {quarters} | {holds} |")
     return "\n".join(lines)
 
 
