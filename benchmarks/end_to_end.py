@@ -738,7 +738,7 @@ def laptop() -> str:
     return common.wrapped(
         f"- **Beside TRL on a laptop**: on two CPU cores a step of the same run takes {toy:.2f} s here and "
         f"{toy_trl:.2f} s there with the toy policy, {large:.1f} s and {large_trl:.1f} s with 20 million parameters "
-        "([docs/performance.md](docs/performance.md))."
+        "([record](../benchmarks/results/end_to_end_cpu.json))."
     )
 
 
