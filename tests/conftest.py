@@ -128,3 +128,15 @@ def launches_ranks(file: Path) -> bool:
     """Whether its tests are of processes that ``tests.launch`` starts, and no whole jobs."""
     text = file.read_text()
     return "from tests.launch import" in text and "pytest.mark.e2e" not in text
+
+
+_import_path: list[str] = []
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Files of users are imported from their folders, which reward workers get from this process."""
+    _import_path[:] = sys.path
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    sys.path[:] = _import_path

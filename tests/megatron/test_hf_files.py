@@ -105,14 +105,14 @@ def test_the_sizes_of_all_files_are_returned(source, tmp_path):
         assert "model-00004-of-00004.safetensors" in sizes and "config.json" in sizes
 
 
-@pytest.mark.parametrize("name", ["../taken", "/tmp/taken", "a/b", "..", "", "x" * 300])
+@pytest.mark.parametrize("name", ["../taken", "/tmp/taken", "a/../../b", "..", "", "x" * 300])
 def test_a_journal_that_names_files_elsewhere_is_refused(source, tmp_path, name):
     target = tmp_path / "out"
     save_tensors(OLD, source, target)
     (target / ".complete").mkdir()
     (target / ".complete/taken").write_text("x")
     (target / ".complete/files.json").write_text(json.dumps({"taken": 1, name: 1}))
-    with pytest.raises(InputError, match="files.json: .* must be the name of a file in the same folder.*; remove "):
+    with pytest.raises(InputError, match="files.json: .* must be the path of a file inside of the folder.*; remove "):
         finish_interrupted(target)
     assert same(weights(target), OLD) and {p.name for p in tmp_path.iterdir()} == {"source", "out"}
 
