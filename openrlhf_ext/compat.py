@@ -21,7 +21,6 @@ from openrlhf.trainer.ray.vllm_engine import RolloutRayActor as _RolloutRayActor
 from openrlhf.utils.agent import AgentExecutorBase as AgentExecutorBase
 from openrlhf.utils.agent import MultiTurnAgentExecutor as MultiTurnAgentExecutor
 from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger, init_logger
-from transformers import AutoTokenizer
 
 from openrlhf_ext.redaction import HIDDEN, redacted
 
@@ -40,6 +39,8 @@ RolloutRayActor = plain_class(_RolloutRayActorRemote)
 def get_tokenizer(path: str, padding_side: str = "left", use_fast: bool = True) -> Any:
     """The tokenizer of a model folder as OpenRLHF's function of this name sets it up, which executes Python files that
     the folder names (``trust_remote_code``): here none is."""
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, use_fast=use_fast)
     tokenizer.padding_side = padding_side
     if tokenizer.pad_token is None:

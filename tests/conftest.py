@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -130,13 +130,10 @@ def launches_ranks(file: Path) -> bool:
     return "from tests.launch import" in text and "pytest.mark.e2e" not in text
 
 
-_import_path: list[str] = []
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Files of users are imported from their folders, which reward workers get from this process."""
-    _import_path[:] = sys.path
-
-
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    sys.path[:] = _import_path
+@pytest.fixture(autouse=True)
+def import_path() -> Iterator[None]:
+    """Files of users are imported from their folders, which reward workers get from this process. A fixture of a
+    module comes before this one: what it adds stays for all of its tests."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before

@@ -270,6 +270,7 @@ def test_completions_say_what_was_asked_what_is_right_and_who_wrote_it(browser, 
     for number, sample in enumerate(samples):
         sample["prompt"] = f"{template}How many are {sample['step']} apples?"
         sample["score"] = (0.0, 1.0, 0.5, None)[number]
+        del sample["label"]
         if sample["step"] == 1:
             sample["label"] = {"sum": 7, "of": HOSTILE}
             sample["environment"] = [int(number == 1 and 15 <= place < 20) for place in range(45)]
