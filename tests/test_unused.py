@@ -63,7 +63,6 @@ LIBRARIES_READ = {
     "_devices": "torch's ProcessGroupGloo, of its options",
     "pre_tokenizer": "tokenizers, of a Tokenizer",
     # of the bases of agent files for earlier releases (rewards/earlier_agents.py): the file reads it
-    "semaphore": "executors for OpenRLHF 0.9.0",
     "model_name": "OpenRLHF's OpenAI server executor",
     "client": "see model_name",
     # found by a name that is put together

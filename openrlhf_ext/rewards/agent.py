@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from openrlhf_ext.compat import AgentExecutorBase, MultiTurnAgentExecutor
-from openrlhf_ext.rewards.earlier_agents import adapted, awaited_init
+from openrlhf_ext.rewards.earlier_agents import ServerExecutor, awaited_init
 from openrlhf_ext.rewards.endpoint import EndpointAgent
 from openrlhf_ext.rewards.executor import GradedExecutor
 from openrlhf_ext.rewards.grading import (
@@ -279,7 +279,7 @@ def _build(path: str, timeout_s: float, max_failures: int, failure_value: float)
 
 
 def load_agent(path: Path) -> AgentExecutorBase:
-    """The file's class ``AgentExecutor``, as OpenRLHF 0.8.7 to 0.11.2 have it, or else its function ``run_agent``. What
+    """The file's class ``AgentExecutor``, as OpenRLHF 0.9.1 to 0.11.2 have it, or else its function ``run_agent``. What
     a ``MultiTurnAgentExecutor``'s ``step`` returns as ``rewards`` and ``scores`` may be any number, not only the tensor
     that OpenRLHF asks for (openrlhf/utils/agent.py:131). Raises ValueError: there is none that can be called."""
     module = import_importable(path, "agent_module")
@@ -296,8 +296,13 @@ def load_agent(path: Path) -> AgentExecutorBase:
 
 
 def _made(executor_class: type[AgentExecutorBase], path: Path) -> AgentExecutorBase:
-    if (earlier := adapted(executor_class, partial(_checked_environment, path=path))) is not None:
-        return earlier
+    if "result_queue" in inspect.signature(executor_class).parameters:
+        raise ValueError(
+            f"{path}: an AgentExecutor with a result_queue is of OpenRLHF 0.8.7 to 0.9.0, and is not run: make it a "
+            "subclass of MultiTurnAgentExecutor (docs/agents.md)"
+        )
+    if hasattr(executor_class, "run_agent") and hasattr(executor_class, "_init_server"):
+        return ServerExecutor(executor_class())
     _check_execute(executor_class, path)
     agent = executor_class()
     if isinstance(agent, MultiTurnAgentExecutor):
