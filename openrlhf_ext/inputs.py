@@ -220,7 +220,7 @@ def similar_path(path: str | Path) -> str:
         near = nearest(path.name, [other.name for other in path.parent.iterdir()], cutoff=0.7)
     except OSError:  # the folder does not exist either, or is not ours to read
         return ""
-    return f"; did you mean {path.parent / near}?" if near else ""
+    return f"; did you mean {path.parent / near}?" if near and near != path.name else ""
 
 
 def shipped(path: str) -> Path:

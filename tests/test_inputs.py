@@ -13,7 +13,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,13 +123,14 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_records(folder / name, records)
     write_records(folder / "aime.jsonl", [{"problem": r["question"], "answer": r["answer"]} for r in records])
     write_records(folder / "saved.jsonl", [{"problem": i, "completions": ["1", "2"]} for i in range(12)])
+    # relative: a part of an absolute path is a folder of all tests, and a search of it takes minutes
     (folder / "run.yaml").write_text(
-        f"# a run\nactor:\n  model_name_or_path: {folder}/model\n  num_gpus_per_node: 2\n  adam: {{lr: 1e-6, "
-        "betas: [0.9, 0.99]}\nrollout: {batch_size: 4, n_samples_per_prompt: 4, max_new_tokens: 16}\n"
-        f"train.batch_size: 16\ndata:\n  prompt_dataset: {folder}/data.jsonl\n  input_key: question\n"
-        "  label_key: answer\n  max_len: 64\nreward.remote_url: http://localhost:1/grade\nalgo:\n  advantage:\n"
-        f"    estimator: gtpo_entropy\n  gtpo_entropy: {{alpha1: 1.0}}\nckpt: {{output_dir: {folder}/out, "
-        f"path: {folder}/ckpt, save_steps: 5}}\nmegatron.param_dtype: fp32\n"
+        "# a run\nactor:\n  model_name_or_path: model\n  num_gpus_per_node: 2\n  adam: {lr: 1e-6, betas: [0.9, 0.99]}\n"
+        "rollout: {batch_size: 4, n_samples_per_prompt: 4, max_new_tokens: 16}\ntrain.batch_size: 16\n"
+        "data:\n  prompt_dataset: data.jsonl\n  input_key: question\n  label_key: answer\n  max_len: 64\n"
+        "reward.remote_url: http://localhost:1/grade\nalgo:\n  advantage:\n    estimator: gtpo_entropy\n"
+        "  gtpo_entropy: {alpha1: 1.0}\nckpt: {output_dir: out, path: ckpt, save_steps: 5}\n"
+        "megatron.param_dtype: fp32\n"
     )
     (folder / "verl.yaml").write_text(
         "algorithm: {adv_estimator: grpo}\ndata: {train_files: [a, b], x: 1, seed: '${actor_rollout_ref.rollout.n}'}\n"
@@ -157,7 +158,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read_configuration(path: Path) -> None:
     try:
-        load_config(["--config", str(path)])
+        with chdir(path.parent):
+            load_config(["--config", str(path)])
     except ConfigError as error:
         raise InputError(f"{path.name}: {error}") from error  # rules between options need not name the file
 
@@ -261,7 +263,8 @@ def test_any_file_is_read_or_refused_with_its_name(good: Path, kind: str) -> Non
 
 
 def train(good: Path) -> int:
-    return train_ppo_ray.main(["--config", str(good / "run.yaml"), "--dry_run"])
+    with chdir(good):
+        return train_ppo_ray.main(["--config", "run.yaml", "--dry_run"])
 
 
 def evaluation(good: Path) -> int:

@@ -145,12 +145,18 @@ def tried(config: RunConfig) -> tuple[list[Tried], list[str]]:
 def unseen_inputs(config: RunConfig | SupervisedConfig) -> list[str]:
     """Hub names of models and data sets that are not on this machine, with their options; configs/models has the
     config.json of some models, and no more."""
-    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.file_download import repo_folder_name
 
     models = [(option, str(value_of(config, option) or "")) for option in config.model_options]
     inputs = [(name, ref.path) for name in config.data_options for ref in dataset_refs(inputs_of(config, name))]
-    named = [one for one in (*models, *inputs) if is_hub_name(one[1])]
-    return [f"{option} {name}" for option, name in named if try_to_load_from_cache(name, "config.json") is None]
+    return [
+        f"{option} {name}"
+        for kind, named in (("model", models), ("dataset", inputs))
+        for option, name in named
+        if is_hub_name(name)
+        and not Path(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind), "snapshots").exists()
+    ]
 
 
 def trained_models(config: RunConfig) -> dict[str, dict[str, Any]]:

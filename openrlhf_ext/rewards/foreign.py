@@ -102,7 +102,9 @@ class _Function:
         keys = dict(label) if isinstance(label, Mapping) else {}
         if self._label is not None:
             keys.setdefault(self._label, label)
-        if missing := sorted({*self._needs} - {*keys}):
+        # TRL hands on None for a column that a row has not; of verl's functions none expects that
+        told = [one for one, value in keys.items() if self.is_trls or value is not None]
+        if missing := sorted({*self._needs} - {*told}):
             raise InvalidAnswer(
                 f"needs {', '.join(missing)}, and a run hands on one column, the label (--data.label_key): make it "
                 f"an object with the keys {', '.join(self._needs)}, or give what nobody has here a default"

@@ -18,7 +18,7 @@ from openrlhf_ext.config import ConfigError, build_config, load_config
 from openrlhf_ext.config.estimator import algorithm_options, engine_entropies, old_logprobs
 from openrlhf_ext.driver import job, preflight
 from openrlhf_ext.driver.guard import Guard
-from openrlhf_ext.driver.preflight import check_files, checkpoint_violations, findings, try_user_code
+from openrlhf_ext.driver.preflight import check_files, checkpoint_violations, findings, try_user_code, unseen_inputs
 from openrlhf_ext.driver.settings import build_algorithm, probe_tolerance
 from openrlhf_ext.megatron.model.shape import read_model_shape, read_value_shape
 from tests.e2e.estimators import OWN_METHOD
@@ -472,6 +472,18 @@ def test_what_is_not_on_this_machine_is_said_before_ray(task, monkeypatch):
     config = load(task, "--data.prompt_dataset", "openai/gsm8k")
     with pytest.raises(ConfigError, match="data.prompt_dataset: openai/gsm8k cannot be read: Couldn"):
         job.run(config, Guard())
+
+
+def test_models_and_data_sets_of_the_hub_may_be_in_its_cache(task, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    data, model = ["--data.prompt_dataset", "openai/gsm8k"], ["--actor.model_name_or_path", "Qwen/Qwen2.5-7B"]
+    named = ["actor.model_name_or_path Qwen/Qwen2.5-7B", "data.prompt_dataset openai/gsm8k"]
+    config = load(task, *data, *model)
+    assert unseen_inputs(config) == named
+    (tmp_path / "datasets--openai--gsm8k/snapshots").mkdir(parents=True)
+    assert unseen_inputs(config) == named[:1]
+    (tmp_path / "models--Qwen--Qwen2.5-7B/snapshots").mkdir(parents=True)
+    assert unseen_inputs(config) == []
 
 
 GUIDED = ["--algo.advantage.estimator", "mixed_policy_dapo", "--guide.model_name_or_path"]

@@ -154,6 +154,12 @@ def test_a_function_that_reads_no_column_needs_no_label(graded, head):
         assert graded(source, label).reward == 6
 
 
+def test_verl_has_no_null_where_an_answer_stands(graded):
+    source = VERL.format("compute_score", "return float(str(ground_truth) in solution_str)")
+    with pytest.raises(InvalidAnswer, match="needs ground_truth, and a run hands on one column"):
+        graded(source, {"ground_truth": None})
+
+
 def test_verls_kwargs_are_all_that_it_hands_on(graded):
     source = "def compute_score(solution_str, **kwargs):\n    return inner(solution_str, **kwargs)\n"
     inner = "def inner(text, ground_truth, data_source, extra_info):\n    return float(ground_truth in text)\n"
