@@ -31,7 +31,7 @@ from openrlhf_ext.driver.progress import Progress
 from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, groups_from_plain, plain_groups
 from openrlhf_ext.driver.settings import frozen_steps
 from openrlhf_ext.driver.waits import Deadline
-from openrlhf_ext.ranks.movement import impossible
+from openrlhf_ext.ranks.movement import check_gauges
 from openrlhf_ext.ranks.policy import TrainingShard
 from openrlhf_ext.reporting.lines import JsonLines, step_of
 from openrlhf_ext.rollout.response import Response
@@ -229,8 +229,7 @@ class TrainingLoop:
         if repeated:
             text = "step %d trained %d prompts that the episode had before: the data began anew (openrlhf-ext ledger)"
             logger.error(text, self.step, repeated)
-        if wrong := impossible(metrics, self.config.actor):
-            logger.error("step %d: %s: not possible with these options (docs/faults.md)", self.step, ", ".join(wrong))
+        check_gauges(self.step, metrics, self.config.actor)
         self._record = record = self.recorder.step(self.step, metrics, self._engine_stats())
         if self.ledger is not None:
             self.ledger.append({"step": self.step, "trained": trained, **self.rollouts.account()})

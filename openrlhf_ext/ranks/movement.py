@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from openrlhf_ext.megatron.policy import MegatronPolicy
     from openrlhf_ext.options.sections.models import Optimizer
+
+logger = logging.getLogger(__name__)
 
 _ENTRIES = 1024  # of each parameter
 ADAM = ("update/beta1", "update/beta2", "update/eps", "update/weight_decay")
@@ -50,11 +53,13 @@ def movement_gauges(moved: Sequence[Moved]) -> dict[str, float]:
     }
 
 
-def impossible(metrics: Mapping[str, float], options: Optimizer) -> list[str]:
-    """The gauges of a step that these options rule out."""
+def check_gauges(step: int, metrics: Mapping[str, float], options: Optimizer) -> None:
+    """Logs an error for the gauges of a step that these options rule out."""
     adam = options.adam
     wanted = dict(zip(ADAM, (*adam.betas, adam.eps, adam.weight_decay), strict=True)) | {"mismatch/rewards": 0.0}
-    return [f"{name} is {metrics[name]:g}" for name, value in wanted.items() if metrics.get(name, value) != value]
+    wrong = [f"{name} is {metrics[name]:g}" for name, value in wanted.items() if metrics.get(name, value) != value]
+    if wrong:
+        logger.error("step %d: %s: not possible with these options (docs/faults.md)", step, ", ".join(wrong))
 
 
 class Movement:

@@ -35,7 +35,7 @@ from openrlhf_ext.megatron.step.schedule import sum_over_replicas
 from openrlhf_ext.megatron.watchdog import phase, start_watchdog, wait_for_all
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections import Rollout, Train
-from openrlhf_ext.ranks.movement import Moved, Movement, movement_gauges
+from openrlhf_ext.ranks.movement import Moved, Movement, check_gauges, movement_gauges
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.run.checkpoints import (
     Arrays,
@@ -209,6 +209,7 @@ class Supervised:
         self.step += 1
         if self.recorder is not None:
             total, seconds = int(self.examples.lengths_B[torch.tensor(rows)].sum()), time.perf_counter() - started
+            check_gauges(self.step, metrics, self.config)
             self.recorder.step(self.step, metrics, tokens, total, seconds)
 
     def _update(self, batch: SequenceBatch, tokens: int) -> dict[str, float]:

@@ -25,7 +25,7 @@ from openrlhf_ext.driver.rollouts import Group, Prompt
 from openrlhf_ext.driver.scoring import KLCoefficient, RewardScorer, Scorer, deal
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
 from openrlhf_ext.options.sections import Actor
-from openrlhf_ext.ranks.movement import impossible
+from openrlhf_ext.ranks.movement import check_gauges
 from openrlhf_ext.reporting import is_documented
 from tests.driver.simulated import response
 from tests.ranks.helpers import LocalGroup, get
@@ -151,7 +151,7 @@ def test_groups_become_shards_with_rewards_truncation_and_the_coefficient_of_the
     assert [shard.seed for shard in experience.shards] == [1, 1]
 
 
-def test_a_reward_that_changed_behind_its_receipt_is_seen(monkeypatch) -> None:
+def test_a_reward_that_changed_behind_its_receipt_is_seen(monkeypatch, caplog) -> None:
     """One of many rows hardly moves a correlation."""
     made = maker(KLCoefficient(0.5))
     groups = [graded(number) for number in range(8)]
@@ -164,7 +164,8 @@ def test_a_reward_that_changed_behind_its_receipt_is_seen(monkeypatch) -> None:
     monkeypatch.setattr(experience, "rollout_batch", spoiled)
     found = made.make(groups, 4, get).metrics
     assert found["mismatch/rewards"] == pytest.approx(1e-6) and is_documented("mismatch/rewards")
-    assert impossible(found, Actor()) == ["mismatch/rewards is 1e-06"]
+    check_gauges(1, found, Actor())
+    assert caplog.messages[-1].startswith("step 1: mismatch/rewards is 1e-06: not possible")
 
 
 @pytest.mark.parametrize("cut", [False, True])

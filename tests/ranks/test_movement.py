@@ -11,7 +11,7 @@ import torch
 from openrlhf_ext.megatron import checkpoint
 from openrlhf_ext.megatron.checkpoint import OptimizerRange
 from openrlhf_ext.options.sections import Actor, Adam
-from openrlhf_ext.ranks.movement import Movement, impossible, movement_gauges
+from openrlhf_ext.ranks.movement import Movement, check_gauges, movement_gauges
 from openrlhf_ext.reporting import is_documented
 
 
@@ -56,11 +56,14 @@ def test_movement_of_a_sample(policy):
 @pytest.mark.parametrize(("name", "value"), [
     ("update/beta2", 0.5), ("update/weight_decay", 0.1), ("update/eps", 1e-5), ("mismatch/rewards", 1e-9),
 ])  # fmt: skip
-def test_what_the_options_rule_out_is_named(name, value):
+def test_what_the_options_rule_out_is_named(name, value, caplog):
     options = Actor(adam=Adam(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0))
     right = {"update/beta1": 0.9, "update/beta2": 0.95, "update/eps": 1e-8, "update/weight_decay": 0.0}
-    assert impossible(right | {"mismatch/rewards": 0.0, "grad_norm": 1.0}, options) == impossible({}, options) == []
-    assert impossible(right | {name: value}, options) == [f"{name} is {value:g}"]
+    for metrics in (right | {"mismatch/rewards": 0.0, "grad_norm": 1.0}, {}):
+        check_gauges(3, metrics, options)
+    assert caplog.messages == []
+    check_gauges(3, right | {name: value}, options)
+    assert caplog.messages == [f"step 3: {name} is {value:g}: not possible with these options (docs/faults.md)"]
 
 
 def test_what_stands_still_is_counted(policy):
