@@ -50,6 +50,7 @@ _PROGRESS_S = 1.0
 _GRACE_S = 5.0
 _DRIVER = "the driver"
 _FRAMES = 12
+_M_ARENA_MAX = -8  # of glibc's malloc.h
 _PR_SET_CHILD_SUBREAPER = 36
 _FINAL = (0, 2, *INTERRUPTED.values())  # exit codes after which nothing is tried again
 
@@ -394,6 +395,10 @@ def _drive(parent: int, pipe: Connection, traces: Any, config: RunConfig, train:
     """What the driver's process does; leaves with its exit code."""
     guard = Guard(pipe)
     die_with(parent)
+    if sys.platform == "linux":
+        # glibc gives each of Ray's threads a heap of its own, and what one thread frees there no other one gets: of
+        # equal memory in use, 250 MiB after 1,400 steps became 290 after 2,000
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     faulthandler.register(signal.SIGUSR1, file=traces, all_threads=False)
     code = 1
     try:

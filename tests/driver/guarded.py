@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -119,6 +120,32 @@ def raises(config: RunConfig, watched: Guard, restart: int) -> int:
 
 def leaves_an_orphan(config: RunConfig, watched: Guard, restart: int) -> int:
     subprocess.run(["sh", "-c", "sleep 3600 & echo $! > orphan"], check=True)
+    watched.ended(0)
+    return 0
+
+
+def has_threads(config: RunConfig, watched: Guard, restart: int) -> int:
+    """Threads that keep memory at the same time: what glibc says of its heaps is in the file ``heaps``."""
+    libc, all_are_there, may_end = ctypes.CDLL(None), threading.Barrier(9), threading.Event()
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+    def keep() -> None:
+        kept = [libc.malloc(5000) for _ in range(100)]
+        all_are_there.wait()
+        may_end.wait()
+        for address in kept:
+            libc.free(address)
+
+    threads = [threading.Thread(target=keep) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    all_are_there.wait()
+    libc.fopen.restype, libc.malloc_info.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
+    libc.fclose.argtypes = [ctypes.c_void_p]
+    file = libc.fopen(b"heaps", b"w")
+    libc.malloc_info(0, file)
+    libc.fclose(file)
+    may_end.set()
     watched.ended(0)
     return 0
 

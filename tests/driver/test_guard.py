@@ -136,6 +136,13 @@ def test_what_outlives_its_parent_ends_with_the_run(tmp_path):
     assert run("leaves_an_orphan", tmp_path)[0] == 0 and (tmp_path / "orphan").exists()
 
 
+def test_all_threads_of_the_driver_share_one_heap(tmp_path):
+    """Or it grows with the steps: what one thread frees no other one gets."""
+    assert run("has_threads", tmp_path)[0] == 0
+    heaps = (tmp_path / "heaps").read_text().count("<heap nr")
+    assert heaps <= 2, "Python's imports may have had one more"
+
+
 def test_a_put_into_the_store_of_a_stopped_raylet_ends(tmp_path):
     code, text, (event,) = run("put_to_a_stopped_raylet", tmp_path)
     assert code == 137 and "put_to_a_stopped_raylet" in event["error"] and "training step 3" in event["error"], text
