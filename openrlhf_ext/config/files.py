@@ -212,6 +212,8 @@ def tokenizer_fault(folder: str, *, chat: bool) -> str | None:
     names = [one.get("name") for one in template if isinstance(one, dict)] if isinstance(template, list) else []
     if (isinstance(template, str) and template) or "default" in names:
         return None
+    if names:
+        return f"has chat templates that are called {', '.join(map(str, names))}, and none is called default: give one"
     unread = "; chat_template.json is read of processors alone" if (path / "chat_template.json").is_file() else ""
     return (
         f"has a tokenizer without a chat template (a base model?){unread}: leave data.apply_chat_template out and use "

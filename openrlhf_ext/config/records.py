@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ FAULTS_KEPT = 6
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval", "heldout", "held_out")
 """Names of splits that are not for training, the first that a data set has is evaluated."""
 _FORMS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+_NOT_READ = (".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".xlsx")  # else they would be read as JSON
 Records = Iterator[tuple[str, Any]]  # a place, such as "line 3", and what stands there
 
 
@@ -146,7 +148,15 @@ def _usable(records: Records, path: str, wanted: Wanted) -> Iterator[dict[str, A
     for place, record in records:
         if (fault := record_fault(record, wanted)) is not None:
             raise InputError(f"{path}, {place} {fault}; mend or remove it")
+        if wanted.chat and "tools" in record:
+            say_that_tools_are_not_read(path)
         yield record
+
+
+@cache
+def say_that_tools_are_not_read(path: str) -> None:
+    """Once for each file."""
+    logger.warning("%s: the key 'tools' is not read: put the tools into a system message", path)
 
 
 # ---- what is asked of records -----------------------------------------------------------------------------------
@@ -191,6 +201,8 @@ def record_fault(record: Any, wanted: Wanted) -> str | None:
     prompt = record.get(wanted.prompt)
     if not prompt and prompt != 0:
         return f"has {'no' if wanted.prompt not in record else 'an empty'} {wanted.prompt!r}"
+    if wanted.chat and isinstance(prompt, str) and _is_chat_as_text(prompt):
+        return f"has a list of messages under {wanted.prompt!r} that is written as one text: write it as a list (JSON)"
     if not isinstance(prompt, str) and (fault := _messages_fault(prompt, wanted.chat)) is not None:
         return f"has a {type_name(prompt)} under {wanted.prompt!r}, which must be {fault}"
     if wanted.label is not None:
@@ -229,6 +241,16 @@ def _messages_fault(prompt: Any, chat: bool) -> str | None:
     return None if all(roles) and all(contents) else "a list of messages, each with the texts 'role' and 'content'"
 
 
+def _is_chat_as_text(prompt: str) -> bool:
+    """As the fields of a CSV file have it."""
+    if not prompt.lstrip().startswith("["):
+        return False
+    try:
+        return _messages_fault(json.loads(prompt), True) is None
+    except ValueError:
+        return False
+
+
 def as_text(content: Any) -> Any:
     """The text of a message whose content is a list of parts that are texts; anything else as it is. A template of a
     model that knows texts alone would write such a list as Python does."""
@@ -252,7 +274,10 @@ def records_of(path: str, wanted: Wanted | None = None, form: str = "") -> Recor
     """All records of a data file; of parquet and Arrow those columns that are wanted, None = all. The form follows from
     the end of the name: a file that is no .csv, .parquet or .arrow is read as JSON. InputErrors stand in the place of
     records that cannot be read. Raises InputError where it cannot be read on."""
-    form = form or _FORMS.get(Path(path).suffix.lower(), "json")
+    suffix = Path(path).suffix.lower()
+    if suffix in _NOT_READ:
+        raise InputError(f"{path}: {suffix} is not read: write it as .jsonl, .json, .csv, .parquet or .arrow")
+    form = form or _FORMS.get(suffix, "json")
     if form == "json":
         yield from _json_records(path)
         return

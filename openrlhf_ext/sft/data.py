@@ -67,21 +67,12 @@ def _tokenized(
         plain=config.model.pretrain_mode_enable, input_template=data.input_template, chat=data.apply_chat_template,
         multiturn=data.multiturn, end_cut=data.cut_answers == "end",
     )  # fmt: skip
-    keys: set[str] = set()
-
-    def noted(records: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        for record in records:
-            keys.update(record)
-            yield record
-
     records = read_records(paths, split, wanted, data.max_samples, shares, config.train.seed)
     with reading(paths, "as examples"):
-        made = [*_made(noted(records), form)]
+        made = [*_made(records, form)]
     _require_taken([each if isinstance(each, str) else "" for each in made], paths, data.tokenizer_chat_template)
     examples = [each for each in made if isinstance(each, Example) and each.ids]
     _say_what_is_left_out(examples, len(made), paths, config)
-    if data.apply_chat_template and "tools" in keys:
-        logger.warning("%s: the key 'tools' is not read: put the tools into a system message", paths)
     if not any(example.ranges for example in examples):
         raise InputError(f"{paths} holds no example with a token to train on within data.max_len {data.max_len}")
     require_one_beginning(tokenizer, [example.ids for example in examples], f"the examples of {paths}")

@@ -8,9 +8,10 @@ Templates that drop earlier reasoning, or whose generation prompt opens a block 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -24,6 +25,7 @@ Chat = list[dict[str, Any]]
 Span = tuple[int, int]
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 _OPENING_TAG = re.compile(r"<[^<>]+>")
+_WORD = re.compile(r"[A-Za-z0-9]+")
 _OTHER_WORDS = ("reasoning_content", "reasoning", "thinking")
 _SHOWN = 60
 _ROOM = 2  # tokens that a prompt has to leave within max_len
@@ -133,10 +135,12 @@ class ExampleForm:
         """A rendered chat, [start, stop) of its trained words, and what the template wrote before one of its own."""
         asked, given = as_chat(prompt), as_chat(answer or [], "assistant")
         chat, first = asked + given, len(asked) if given else len(asked) - 1
-        turns = [i for i, m in enumerate(chat) if m["role"] == "assistant" and (self.multiturn or i >= first)]
+        turns = [i for i, m in enumerate(chat) if _is_trained(m) and (self.multiturn or i >= first)]
         template = self.tokenizer.get_chat_template()
         if _GENERATION.search(template):
             return *self._marked(chat, turns, template), ""
+        if 0 in turns:
+            raise Refused("begins with a message of the assistant: put a user's message in front of it")
         text, spans, added = self._render(chat), [], ""
         for turn in turns:
             before, until = self._render(chat[:turn], generation=True), self._render(chat[: turn + 1])
@@ -217,11 +221,31 @@ def _of_the_template() -> Iterator[None]:
         raise Refused(f"is not taken by the chat template: {type(error).__name__}: {error}") from error
 
 
+def _is_trained(message: Mapping[str, Any]) -> bool:
+    """Whether it is the assistant's, and not marked as context: ``"weight": 0``, as OpenAI has it, or
+    ``"train": false``."""
+    return message["role"] == "assistant" and message.get("weight") != 0 and message.get("train") is not False
+
+
 def _words(message: Mapping[str, Any]) -> list[str]:
-    """What a message says: its content, its reasoning, the names of the tools that it calls."""
-    called = [(call.get("function") or call).get("name") for call in message.get("tool_calls") or ()]
-    said = [message["content"], *(message.get(key) for key in _OTHER_WORDS), *called]
-    return [words for words in said if isinstance(words, str) and words.strip()]
+    """What a message says: its content, its reasoning, the tools that it calls, and the arguments of the calls."""
+    calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
+    said = [message["content"], *(message.get(key) for key in _OTHER_WORDS), *(call.get("name") for call in calls)]
+    arguments = [word for call in calls for word in _argument_words(call.get("arguments"))]
+    return [words for words in (*said, *arguments) if isinstance(words, str) and words.strip()]
+
+
+def _argument_words(arguments: Any) -> list[str]:
+    """Names, texts and numbers in arguments, or in their JSON text, as letters and digits alone: templates write JSON,
+    XML, or what Python prints, each with escapes of its own."""
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            arguments = json.loads(arguments)
+    if isinstance(arguments, Mapping):
+        arguments = [*arguments, *arguments.values()]
+    if isinstance(arguments, list):
+        return [word for each in arguments for word in _argument_words(each)]
+    return [] if arguments is None or isinstance(arguments, bool) else _WORD.findall(str(arguments))
 
 
 def _squeezed(text: str) -> str:

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from openrlhf_ext.config.files import DatasetRef, dataset_refs, resolve_path
-from openrlhf_ext.config.records import Wanted, open_source, read_records, record_fault
+from openrlhf_ext.config.records import Wanted, open_source, read_records, record_fault, records_of
 from openrlhf_ext.inputs import InputError
 
 DATES = ["2024-03-05", "2024-03-05 10:00:00"]
@@ -69,6 +69,26 @@ def test_tables_keep_integers_and_json_columns(tmp_path: Path):
     rows = [{"q": "1", "a": {"x": 1}}, {"q": "2", "a": [2]}]
     datasets.Dataset.from_list(rows, features=features).to_parquet(str(tmp_path / "b.parquet"))
     assert labels(tmp_path / "b.parquet") == [{"x": 1}, [2]]
+
+
+def test_what_a_chat_does_not_read_is_said_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    chat, chats = [{"role": "user", "content": "1+1?"}], Wanted("q", "a", chat=True)
+    path = tmp_path / "tools.jsonl"
+    path.write_text("".join(json.dumps({"q": chat, "a": "2", "tools": [{}]}) + "\n" for _ in range(3)))
+    assert len([*read_records(str(path), "train", chats, 10)]) == 3
+    said = f"{path}: the key 'tools' is not read: put the tools into a system message"
+    assert caplog.messages.count(said) == 1
+    fault = record_fault({"q": json.dumps(chat), "a": "2"}, chats)
+    assert fault is not None and "a list of messages under 'q' that is written as one text" in fault
+    for text in ("[1, 2] is a list", "[1, 2]", '[{"role": 1}]', json.dumps(chat)):
+        assert record_fault({"q": text, "a": "2"}, Wanted("q", "a", chat=text != json.dumps(chat))) is None
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.jsonl.gz"])
+def test_forms_that_are_not_read_are_named(tmp_path: Path, name: str):
+    (tmp_path / name).write_text("q\ta\n")
+    with pytest.raises(InputError, match=rf"{name}: \.\w+ is not read: write it as \.jsonl"):
+        [*records_of(str(tmp_path / name))]
 
 
 @pytest.mark.parametrize(("label", "said"), [

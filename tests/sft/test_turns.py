@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -149,6 +150,35 @@ def test_an_empty_block_of_reasoning_is_said_and_not_trained_on(tokenizer):
     example = form(tokenizer, TEMPLATES["qwen3"], answer_key="a").example({"q": "1+1?", "a": "t"})
     assert example is not None and example.added == "<think>\n\n</think>\n\n"
     assert tokenizer.decode(example.ids[slice(*example.ranges[0])]) == "t<|im_end|>"
+
+
+DROPS_ARGUMENTS = TEMPLATES["qwen2.5"].replace("+ ' ' + c.function.arguments|tojson", "")
+CALLED = {"city": "São Paulo", "days": [1, 2.5], "text": 'a "b"\nc', "metric": True, "from": None}
+
+
+@pytest.mark.parametrize("arguments", [CALLED, json.dumps(CALLED), {"days": 3}, '{"days": 3}'])
+def test_a_template_that_drops_the_arguments_of_a_call_is_refused(tokenizer, arguments):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
+    with pytest.raises(Refused, match="message 2: the chat template does not write the assistant's words '(city|days)"):
+        form(tokenizer, DROPS_ARGUMENTS).example({"q": [ONE, call]})
+    for writes in ("arguments|tojson", "arguments|string", "arguments"):
+        if isinstance(arguments, dict) and writes == "arguments":
+            continue
+        template = TEMPLATES["qwen2.5"].replace("arguments|tojson", writes)
+        assert "days" in trained(form(tokenizer, template), {"q": [ONE, call]})[0]
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+@pytest.mark.parametrize("name", ["qwen2.5", "marked"])
+def test_answers_that_are_marked_as_context_are_not_trained_on(tokenizer, name, mark):
+    chat = [PLAIN[0], PLAIN[1] | mark, PLAIN[2], PLAIN[3] | {"weight": 1, "train": True}]
+    assert trained(form(tokenizer, TEMPLATES[name], multiturn=True), {"q": chat}) == ["4<|im_end|>"]
+    assert form(tokenizer, TEMPLATES[name]).example({"q": [*PLAIN[:3], PLAIN[3] | mark]}) is None
+
+
+def test_a_chat_that_begins_with_an_answer_is_refused(tokenizer):
+    with pytest.raises(Refused, match="begins with a message of the assistant"):
+        form(tokenizer, TEMPLATES["qwen2.5"], multiturn=True).example({"q": PLAIN[1:]})
 
 
 def test_messages_of_tools_in_an_answer_are_not_trained_on(tokenizer):

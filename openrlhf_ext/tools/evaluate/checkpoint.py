@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from openrlhf_ext.inputs import reading, require_one_beginning
+from openrlhf_ext.inputs import InputError, reading, require_one_beginning
 from openrlhf_ext.options import required
 from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.options.sections.evaluate import Evaluate
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SHOWN = 5
 
 Sample = Callable[[Sequence[Problem]], Awaitable[list[list[Completion]]]]
 OpenSampler = Callable[[Evaluate, "PreTrainedTokenizerBase", Sequence[str]], AbstractAsyncContextManager[Sampler]]
@@ -97,7 +98,8 @@ def grade_saved(
 async def open_transformers(
     options: Evaluate, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]
 ) -> AsyncIterator[Sampler]:
-    """Loads a checkpoint in plain transformers."""
+    """Loads a checkpoint in plain transformers. Raises InputError: its tensors are not those of the model, which
+    transformers would make up or leave out."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -106,12 +108,25 @@ async def open_transformers(
 
     with reading(path := required(options.model, "model"), "by transformers"):
         dtype = getattr(torch, options.dtype)
-        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, dtype=dtype)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, trust_remote_code=False, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    faults = {
+        "lacks": found["missing_keys"],
+        "has in another shape than its config.json says": [name for name, *_ in found["mismatched_keys"]],
+        "has numbers that are not finite in": [n for n, p in model.named_parameters() if not p.isfinite().all()],
+    }
+    for fault, names in faults.items():
+        if names:
+            raise InputError(f"{path} {fault}: {', '.join(sorted(names)[:_SHOWN])} ({len(names)} tensors)")
+    if left_over := sorted(found["unexpected_keys"]):
+        logger.warning("%s: %d tensors are not of this model: %s", path, len(left_over), ", ".join(left_over[:_SHOWN]))
     yield TransformersSampler(model, tokenizer, options)
 
 
 def _prompted(task: Task, tokenizer: PreTrainedTokenizerBase | None) -> list[Problem]:
-    return [Problem(p.index, task.style.prompt(p.prompt, tokenizer), p.label) for p in task.problems]
+    with reading(f"the prompts of {task.path}"):
+        return [Problem(p.index, task.style.prompt(p.prompt, tokenizer), p.label) for p in task.problems]
 
 
 def _problems_that_fit(task: Task, tokenizer: PreTrainedTokenizerBase, room: int | None) -> tuple[list[Problem], int]:

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext import rewards
-from openrlhf_ext.config.records import Records, Wanted, as_chat, record_fault, records_of
+from openrlhf_ext.config.records import (
+    Records,
+    Wanted,
+    as_chat,
+    record_fault,
+    records_of,
+    say_that_tools_are_not_read,
+)
 from openrlhf_ext.inputs import (
     FLAG,
     INTEGER,
@@ -127,6 +134,8 @@ def load_problems(
         _require_keys(row, (input_key, label_key), "--input_key, --label_key")
         if (fault := record_fault(row, wanted)) is not None:
             raise NotThisFormat(f"{fault} (--input_key, --label_key)")
+        if chat and "tools" in row:
+            say_that_tools_are_not_read(str(path))
         return row[input_key], row[label_key]
 
     return _load(path, records_of(str(path), wanted), read, limit)

@@ -1,7 +1,7 @@
 """A configuration of verl or TRL in our options, by the tables ``verl.yaml`` and ``trl.yaml`` beside this file.
 
     options   theirs: [ours, their default]; ours null: read by the rules only
-    rules     ours: a Python expression of their values, ``v(name)``; null: nothing is set
+    rules     ours: a Python expression of their values, ``v(name)``; None: nothing is set, ...: null is set
     notes     theirs: [an expression, what is said where it is true]
     lines     theirs, * for any text: what becomes of it; nothing: names of which there is nothing to say
 
@@ -27,6 +27,7 @@ from openrlhf_ext.options import nest
 
 PROJECTS = ("verl", "trl")
 _SHOWN_LETTERS = 200
+_NOT_HERE = "not here"
 _WORD = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _KEY = re.compile(r"((?<!\$)[{,]\s*[\w.]+):(?=\S)")  # of hydra's maps, which need no space behind the colon
@@ -70,9 +71,9 @@ def translate(words: Sequence[str], gpus: int | None = None) -> str:
                 f"{command[:_SHOWN_LETTERS]} takes a YAML file or options of {release}, which knows "
                 f"{len(given) - len(unknown)} of the {len(given)} names here and not: {', '.join(unknown[:5])}"
             )
-        for name in unknown:
-            near = nearest(name, table["options"], 0.85)
-            said[name] = f"{release} has no such option" + (f"; there is {near}" if near else "")
+        for name, text in said.items():
+            if text is None or text.startswith(_NOT_HERE):
+                said[name] = (text or f"{release} has no such option") + _hint(name, table["options"])
         ours, notes = _by_table(table, given if gpus is None else given | {"gpus": gpus})
         lines = sorted([*notes, *(f"{name} {given[name]}: {text}" for name, text in said.items())])
         comments = (f"of {release}, by openrlhf-ext {command}", *lines)
@@ -89,7 +90,14 @@ def _table(project: str) -> dict[str, Any]:
 def _said(table: Mapping[str, Any], name: str) -> str | None:
     """What becomes of an option of theirs that is none here; None: they have none of this name."""
     found = (text for pattern, text in table["lines"].items() if fnmatchcase(name, pattern))
-    return next(found, "not here" if name.partition(".")[0] in table["nothing"] else None)
+    return next(found, _NOT_HERE if name.partition(".")[0] in table["nothing"] else None)
+
+
+def _hint(name: str, options: Mapping[str, Any]) -> str:
+    """An option of the same section whose last word is nearly the same."""
+    section, _, own = name.rpartition(".")
+    near = nearest(own, [other.rpartition(".")[2] for other in options if other.rpartition(".")[0] == section], 0.8)
+    return f"; there is {f'{section}.' * bool(section)}{near}" if near else ""
 
 
 def _by_table(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -112,7 +120,7 @@ def _by_table(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[
     for name, rule in table["rules"].items():
         ours[name.format(estimator=ours.get("algo.advantage.estimator"))] = eval(rule, names)
     notes = [f"{name}: {text}" for name, (rule, text) in table["notes"].items() if eval(rule, names)]
-    return {name: value for name, value in ours.items() if value is not None}, notes
+    return {name: None if value is ... else value for name, value in ours.items() if value is not None}, notes
 
 
 # ---- what is given -----------------------------------------------------------------------------------------------

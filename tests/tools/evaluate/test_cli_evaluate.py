@@ -6,9 +6,12 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from openrlhf_ext.cli.evaluate import main
 from tests.patience import PATIENCE_S
@@ -78,6 +81,36 @@ def test_a_model_that_is_no_checkpoint_is_refused_at_once(
     assert main([*arguments, "--model", str(model)]) == 2
     told = capsys.readouterr().err
     assert "safetensors are needed" in told and "weights_only" not in told
+
+
+@pytest.mark.parametrize(("change", "complaint"), [
+    (lambda tensors: tensors.pop("lm_head.weight"), "lacks: lm_head.weight (1 tensors)"),
+    (lambda tensors: tensors["model.norm.weight"].mul_(float("nan")), "not finite in: model.norm.weight (1 tensors)"),
+    (lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][1:].clone()}),
+        "has in another shape than its config.json says: lm_head.weight (1 tensors)"),
+    (lambda tensors: [tensors.update({f"base.{name}": tensors.pop(name)}) for name in [*tensors]], "lacks: lm_head"),
+    (lambda tensors: tensors.update({"lora_A": torch.zeros(2)}), "1 tensors are not of this model: lora_A"),
+])  # fmt: skip
+def test_weights_that_are_not_the_models_are_not_made_up(
+    change: Callable[[dict[str, torch.Tensor]], object], complaint: str, arguments: list[str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    model = shutil.copytree(arguments[1], tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    is_refused = "not of this" not in complaint
+    assert main([*arguments, "--model", str(model), "--limit", "2"]) == is_refused * 2
+    assert complaint in capsys.readouterr().err + caplog.text
+
+
+def test_a_chat_template_that_raises_is_refused_with_its_words(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(arguments[1], tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ raise_exception('it needs a system message') }}")
+    assert main([*arguments, "--model", str(model), "--apply_chat_template"]) == 2
+    assert "it needs a system message" in capsys.readouterr().err
 
 
 def test_unmet_requirements_exit_with_1_and_say_so(

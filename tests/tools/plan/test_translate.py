@@ -281,7 +281,31 @@ def test_steps_batches_and_lengths_are_in_our_units(words, expected):
     assert {name: ours.get(name) for name in expected} == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("words", "name", "value"), [
+    (["trl", "--loss_type=cispo", "--epsilon_high=5.0"], "actor.eps_clip_low_high", [1.0, 4.0]),
+    (["trl", "--loss_type=cispo"], "actor.eps_clip_low_high", [1.0, 0.0]),
+    (["trl", "--use_peft"], "ds.lora.target_modules", ["q_proj", "v_proj"]),
+    (["trl", "--use_peft", "--lora_target_modules=all-linear"], "ds.lora.target_modules", "all-linear"),
+    (["verl", "algorithm.adv_estimator=remax"], "algo.advantage.estimator", "remax"),  # which a run refuses
+])  # fmt: skip
+def test_what_a_method_of_theirs_means_here(words, name, value):
+    assert translated(*words)[name] == value
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_rewards_of_verl_are_not_clipped(estimator):
+    ours = translated("verl", f"algorithm.adv_estimator={estimator}")
+    assert ours[f"algo.{ours['algo.advantage.estimator']}.reward_clip"] is None
+
+
 @pytest.mark.parametrize(("words", "line"), [
+    (["verl", "algorithm.adv_estimator=opo"], "# algorithm.adv_estimator: this estimator with this loss_mode is not"),
+    (["verl", "algorithm.gama=0.9", "data.seed=1"], "# algorithm.gama 0.9: not here; there is algorithm.gamma"),
+    (["verl", ACTOR + "clip_ratio=0.1"], "clip_ratio: verl reads it where clip_ratio_low or clip_ratio_high is null"),
+    (["verl", "data.train_files=['a,b.parquet']"], "# data.train_files: data.prompt_dataset separates paths by commas"),
+    (["trl", "--use_peft"], "# lora_target_modules: peft then adapts q_proj and v_proj"),
+    (["trl", "--loss_type=cispo"], "# loss_type cispo: TRL caps the ratio at epsilon_high"),
+    (["trl", "--save_strategy=epoch"], "# save_steps: TRL counts updates"),
     (["verl", ACTOR + "optim.lr_warmup_steps=10"], "optim.lr_warmup_steps: verl's schedule steps once per batch"),
     (["verl", "critic.optim.lr_warmup_steps=10"], "critic.optim.lr_warmup_steps: the critic's warm-up is a share"),
     (["verl", "trainer.total_training_steps=10"], "trainer.total_training_steps: verl stops after so many batches"),
