@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,7 @@ def evaluate(
 
             async def sample(group: Sequence[Problem]) -> list[list[Completion]]:
                 if not samplers:
+                    require_weights(required(options.model, "model"))
                     prompts = [problem.prompt for problems, _ in prepared for problem in problems]
                     samplers.append(await opened.enter_async_context(open_sampler(options, tokenizer, prompts)))
                 return await samplers[0].sample([p.prompt for p in group], [p.index for p in group])
@@ -94,33 +95,43 @@ def grade_saved(
     return summarize(store.results, task.name, task.path, None, ks, 0, time.perf_counter() - started)
 
 
-@asynccontextmanager
-async def open_transformers(
-    options: Evaluate, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]
-) -> AsyncIterator[Sampler]:
-    """Loads a checkpoint in plain transformers. Raises InputError: its tensors are not those of the model, which
-    transformers would make up or leave out."""
-    import torch
+def require_weights(path: str) -> None:
+    """Raises InputError: the tensors of a checkpoint are not those of its model, which transformers and vLLM would make
+    up, or leave as they happen to be. Warns of tensors that no model of this kind has."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-
-    with reading(path := required(options.model, "model"), "by transformers"):
-        dtype = getattr(torch, options.dtype)
-        model, found = AutoModelForCausalLM.from_pretrained(
-            path, trust_remote_code=False, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    with reading(path, "by transformers"):
+        _, found = AutoModelForCausalLM.from_pretrained(
+            path, trust_remote_code=False, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
         )
-    faults = {
-        "lacks": found["missing_keys"],
-        "has in another shape than its config.json says": [name for name, *_ in found["mismatched_keys"]],
-        "has numbers that are not finite in": [n for n, p in model.named_parameters() if not p.isfinite().all()],
-    }
-    for fault, names in faults.items():
-        if names:
-            raise InputError(f"{path} {fault}: {', '.join(sorted(names)[:_SHOWN])} ({len(names)} tensors)")
+    _require_none(path, "lacks", found["missing_keys"])
+    mismatched = [name for name, *_ in found["mismatched_keys"]]
+    _require_none(path, "has in another shape than its config.json says", mismatched)
     if left_over := sorted(found["unexpected_keys"]):
         logger.warning("%s: %d tensors are not of this model: %s", path, len(left_over), ", ".join(left_over[:_SHOWN]))
+
+
+def _require_none(path: str, fault: str, names: Iterable[str]) -> None:
+    if ordered := sorted(names):
+        raise InputError(f"{path} {fault}: {', '.join(ordered[:_SHOWN])} ({len(ordered)} tensors)")
+
+
+@asynccontextmanager
+async def open_transformers(
+    options: Evaluate, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]
+) -> AsyncIterator[Sampler]:
+    """Loads a checkpoint in plain transformers. Raises InputError: its numbers are not finite."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path = required(options.model, "model")
+    with reading(path, "by transformers"):
+        dtype = getattr(torch, options.dtype)
+        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, dtype=dtype)
+    broken = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
+    _require_none(path, "has numbers that are not finite in", broken)
     yield TransformersSampler(model, tokenizer, options)
 
 
