@@ -102,6 +102,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     ),
     "soak_cpu.json": (
         "openrlhf_ext/megatron/settings.py", "openrlhf_ext/reporting/progress.py", "openrlhf_ext/driver/loop.py",
+        "openrlhf_ext/driver/guard.py",
     ),
     "streaming_cpu.json": ("openrlhf_ext/driver/rollouts.py",),
     "weight_sync_cpu.json": ("openrlhf_ext/rollout/sync", "openrlhf_ext/ranks/publishing.py"),
