@@ -17,6 +17,7 @@ from torch import Tensor
 
 from openrlhf_ext.algorithms.base import LossBatch, Total
 from openrlhf_ext.algorithms.batch import check_values
+from openrlhf_ext.algorithms.group_advantage import GroupRelative
 from openrlhf_ext.algorithms.groups import group_index
 from openrlhf_ext.algorithms.losses import TokenAlgorithm, masked_log_ratio, promote
 from openrlhf_ext.algorithms.option_blocks import (
@@ -45,7 +46,7 @@ class CovarianceOptions(PartitionOptions, SequenceAdvantageOptions, PenaltyOptio
             yield Violation(("mask_truncated",), message)
 
 
-class CovarianceControl(TokenAlgorithm):
+class CovarianceControl(GroupRelative, TokenAlgorithm):
     """Chooses tokens by the covariance of advantage and log-prob.
 
         cov_it = (A_i - mean A)(new_it - mean new)                      means over all tokens of the mini-batch

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from openrlhf_ext.algorithms import Inputs, SequenceAlgorithm, register_algorithm
-from openrlhf_ext.algorithms.group_advantage import group_relative
+from openrlhf_ext.algorithms import SequenceAlgorithm, register_algorithm
+from openrlhf_ext.algorithms.group_advantage import GroupRelative
 from openrlhf_ext.algorithms.option_blocks import ClipOptions, Degenerate, GroupOptions, clip_high, clip_low, degenerate
 from openrlhf_ext.options import Float
 
@@ -17,7 +17,7 @@ class GspoOptions(GroupOptions, ClipOptions):
 
 
 @register_algorithm("gspo", GspoOptions)
-class Gspo(SequenceAlgorithm):
+class Gspo(GroupRelative, SequenceAlgorithm):
     """GSPO (Zheng et al., arXiv 2507.18071): one ratio per completion, the geometric mean of its token ratios, clipped
     as a whole.
 
@@ -27,6 +27,3 @@ class Gspo(SequenceAlgorithm):
     """
 
     kl_places: ClassVar[tuple[str, ...]] = ("reward",)
-
-    def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        return group_relative(self, inputs)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import Inputs, LossBatch, TokenAlgorithm, option, register_algorithm
-from openrlhf_ext.algorithms.group_advantage import group_relative
+from openrlhf_ext.algorithms.group_advantage import GroupRelative
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
     Degenerate,
@@ -37,7 +37,7 @@ class HighEntropyTokensOptions(GroupOptions, ClipOptions, KLOptions, ScopeOption
 
 
 @register_algorithm("high_entropy_tokens", HighEntropyTokensOptions)
-class HighEntropyTokens(TokenAlgorithm):
+class HighEntropyTokens(GroupRelative, TokenAlgorithm):
     """DAPO on the share `top_rho` of tokens with the highest entropy (Wang et al., arXiv 2506.01939).
 
         tau = (1 - top_rho) quantile of H over all tokens of the mini-batch
@@ -47,10 +47,9 @@ class HighEntropyTokens(TokenAlgorithm):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("entropies",)
-    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        return {**group_relative(self, inputs), "exposed": {"entropies": inputs.batch.entropies}}
+        return {**super().advantages(inputs), "exposed": {"entropies": inputs.batch.entropies}}
 
     def loss_level(self, shaped: LossBatch) -> LossBatch:
         pool_N = None if bool(shaped.kept.all()) else shaped.segments.spread(shaped.kept)
