@@ -36,6 +36,7 @@ MOST_LOGPROB = 1e-3
 Total = Callable[[Tensor], Tensor]
 """Sums a tensor over the shares of a mini-batch that several processes hold, see `Algorithm.prepare`."""
 
+Derived = dict[str, Callable[["LossBatch"], Tensor]]
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
 """`(new_logprobs_n, index_n) -> loss_n`: loss terms of single tokens, see `Algorithm.token_loss`."""
 
@@ -233,7 +234,7 @@ class Algorithm:
         """Denominators, masks and statistics of a mini-batch (`loss_mask`, `weights`, `denominators`)."""
         raise NotImplementedError
 
-    def derived(self) -> dict[str, Callable[[LossBatch], Tensor]]:
+    def derived(self) -> Derived:
         """Quantities that a LossBatch computes on demand from what it stores."""
         return {}
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -55,8 +54,8 @@ class CovarianceControl(GroupRelative, TokenAlgorithm):
     shares together; the loss of a complete mini-batch calls `prepare` itself, that of a share refuses to guess.
     """
 
-    needs_prepare: ClassVar[bool] = True
-    loss_inputs: ClassVar[tuple[str, ...]] = ("order",)
+    needs_prepare = True
+    loss_inputs = ("order",)
 
     def loss_level(self, shaped: LossBatch) -> LossBatch:
         shaped = super().loss_level(shaped)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -38,7 +36,7 @@ class Cispo(GroupRelative, TokenAlgorithm):
         J = 1/(sum_i T_i) sum_i sum_t v_it A_i new_it                   eq. 4
     """
 
-    tokenwise: ClassVar[bool] = True
+    tokenwise = True
 
     def surrogate(self, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor]:
         low, high = self.options.clip_low, self.options.clip_high

@@ -7,7 +7,7 @@ Shape suffixes: B = completions, N = tokens of all completions, n = candidates.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from pydantic import AfterValidator
@@ -56,8 +56,8 @@ class ClipCov(CovarianceControl):
     Of the N tokens, k = max(1, int(cov_ratio N)) unclipped ones with cov_lb < cov_it < cov_ub are chosen at random.
     """
 
-    kl_places: ClassVar[tuple[str, ...]] = ("reward",)
-    tokenwise: ClassVar[bool] = True
+    kl_places = ("reward",)
+    tokenwise = True
 
     def choose(
         self, cov_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch, seed: int | None, total: Total

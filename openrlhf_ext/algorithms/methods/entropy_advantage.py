@@ -7,7 +7,7 @@ Shape suffixes: B = completions, N = tokens of all completions, n = tokens of on
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -33,7 +33,7 @@ class EntropyAdvantage(GroupRelative, TokenAlgorithm):
         J = 1/(sum_i T_i) sum_i sum_t f(w_it, A_it)
     """
 
-    needs: ClassVar[tuple[str, ...]] = ("entropies",)
+    needs = ("entropies",)
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         fields = super().advantages(inputs)

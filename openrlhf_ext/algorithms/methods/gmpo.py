@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -29,7 +27,7 @@ class Gmpo(GroupRelative, SequenceAlgorithm):
         J = 1/G sum_i A_i exp(1/T_i sum_t c_it)                         eq. 4; the clip range of its sec. 3.2
     """
 
-    kl_places: ClassVar[tuple[str, ...]] = ("reward",)
+    kl_places = ("reward",)
 
     def objective(self, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor, Tensor]:
         segments, most = shaped.segments, self.options.log_clip

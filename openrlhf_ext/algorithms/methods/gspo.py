@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from openrlhf_ext.algorithms import SequenceAlgorithm, register_algorithm
 from openrlhf_ext.algorithms.group_advantage import GroupRelative
 from openrlhf_ext.algorithms.option_blocks import ClipOptions, Degenerate, GroupOptions, clip_high, clip_low, degenerate
@@ -26,4 +24,4 @@ class Gspo(GroupRelative, SequenceAlgorithm):
         J = 1/G sum_i f(s_i, A_i)                                       eq. 5
     """
 
-    kl_places: ClassVar[tuple[str, ...]] = ("reward",)
+    kl_places = ("reward",)

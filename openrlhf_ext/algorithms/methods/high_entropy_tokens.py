@@ -8,13 +8,13 @@ Shape suffixes: B = completions, N = tokens of all completions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import Inputs, LossBatch, TokenAlgorithm, option, register_algorithm
+from openrlhf_ext.algorithms.base import Derived
 from openrlhf_ext.algorithms.group_advantage import GroupRelative
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
@@ -46,7 +46,7 @@ class HighEntropyTokens(GroupRelative, TokenAlgorithm):
     With `mask_denominator: all` (first version of the paper) the sum is divided by all tokens.
     """
 
-    needs: ClassVar[tuple[str, ...]] = ("entropies",)
+    needs = ("entropies",)
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         return {**super().advantages(inputs), "exposed": {"entropies": inputs.batch.entropies}}
@@ -67,7 +67,7 @@ class HighEntropyTokens(GroupRelative, TokenAlgorithm):
             return torch.where(shaped.active, shaped.lengths, 0)
         return self.loss_tokens(shaped, loss_mask_N)
 
-    def derived(self) -> dict[str, Callable[[LossBatch], Tensor]]:
+    def derived(self) -> Derived:
         return {"token_mask": self._selected}
 
     def _selected(self, shaped: LossBatch) -> Tensor:

@@ -7,7 +7,6 @@ Shape suffixes: N = tokens of all completions.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ class KLCov(CovarianceControl):
     Of the N tokens, k = max(1, int(cov_ratio N)) are chosen.
     """
 
-    tokenwise: ClassVar[bool] = True
+    tokenwise = True
 
     def choose(
         self, cov_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch, seed: int | None, total: Total

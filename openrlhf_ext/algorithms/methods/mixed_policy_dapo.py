@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,9 +41,9 @@ class MixedPolicyDapo(GroupRelative, TokenAlgorithm):
     loss over groups without any success, guided by that policy (b).
     """
 
-    loss_inputs: ClassVar[tuple[str, ...]] = ("zero_group", "guide_logprobs")
-    reads_old: ClassVar[bool] = True
-    tokenwise: ClassVar[bool] = True
+    loss_inputs = ("zero_group", "guide_logprobs")
+    reads_old = True
+    tokenwise = True
 
     def inputs(self, batch: RolloutBatch) -> Inputs:
         guided = batch.from_guide is not None and bool(batch.from_guide.any())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -39,7 +37,7 @@ class Sapo(GroupRelative, TokenAlgorithm):
     J = 1/G sum_i 1/T_i sum_t f(w_it) A_i                           eq. 5
     """
 
-    tokenwise: ClassVar[bool] = True
+    tokenwise = True
 
     def surrogate(self, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor]:
         advantages_N, factor_N = shaped.advantages, self.factor(shaped)
