@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -118,7 +119,8 @@ def attempt(carried: bytes, address: str, config: RunConfig, untrained: str, tol
         supervisor = EngineSupervisor(engines, policy, config, deadline=deadline, events=events)
         steps = settings.training_steps(config, len(prompts))
         parts = job.Parts(
-            strategy, tokenizer, policy, auxiliary, supervisor, None, prompts, held_out, steps, deadline, False, events,
+            strategy, tokenizer, policy, auxiliary, supervisor, None, prompts, held_out, steps, deadline,
+            SimpleNamespace(use_gpu=False, guard=Guard()), events,
             groups, resumed,
         )  # fmt: skip
         loop = job.build_loop(config, parts)

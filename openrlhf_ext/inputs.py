@@ -85,6 +85,9 @@ class Kind:
     holds: Callable[[Any], bool]
 
 
+NOTHING: Mapping[str, Kind] = {}
+
+
 def is_number(value: Any) -> bool:
     """A finite number that a float can hold."""
     is_plain = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -121,9 +124,9 @@ def map_of(kind: Kind) -> Kind:
     return Kind(f"a map, each value {kind.words}", lambda v: isinstance(v, dict) and all(map(kind.holds, v.values())))
 
 
-def map_with(required: Mapping[str, Kind], optional: Mapping[str, Kind] | None = None) -> Kind:
+def map_with(required: Mapping[str, Kind], optional: Mapping[str, Kind] = NOTHING) -> Kind:
     """A map with these keys; it may have others."""
-    wanted = {**required, **(optional or {})}
+    wanted = {**required, **optional}
 
     def holds(value: Any) -> bool:
         is_whole = isinstance(value, dict) and all(key in value for key in required)
@@ -138,7 +141,7 @@ def or_null(kind: Kind) -> Kind:
 
 
 def check(
-    value: Any, where: str, required: Mapping[str, Kind], optional: Mapping[str, Kind] | None = None, remedy: str = ""
+    value: Any, where: str, required: Mapping[str, Kind], optional: Mapping[str, Kind] = NOTHING, remedy: str = ""
 ) -> dict[str, Any]:
     """``value``, which has to be a map with these keys; it may have others. InputError lists everything that is wrong.
 
@@ -150,7 +153,7 @@ def check(
     faults = []
     if missing := [key for key in required if key not in value]:
         faults.append(f"needs {', '.join(missing)}, has {', '.join(map(shown, value)) or 'no keys'}")
-    for key, kind in {**required, **(optional or {})}.items():
+    for key, kind in {**required, **optional}.items():
         if key in value and not kind.holds(value[key]):
             faults.append(f"{key} must be {kind.words}, got {shown(value[key])}")
     if faults:
@@ -223,6 +226,14 @@ def similar_path(path: str | Path) -> str:
     return f"; did you mean {path.parent / near}?" if near and near != path.name else ""
 
 
+def free_name(path: Path) -> Path:
+    """The path with the first number behind it that is not taken."""
+    number = 1
+    while (candidate := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return candidate
+
+
 def shipped(path: str) -> Path:
     """A file or folder of the checkout, such as ``configs/models``, or its copy in the installed package."""
     package = Path(__file__).resolve().parent
@@ -244,10 +255,10 @@ def sha256_of(path: str | Path) -> str:
 
 
 def read_json(
-    path: str | Path, required: Mapping[str, Kind] | None = None, optional: Mapping[str, Kind] | None = None
+    path: str | Path, required: Mapping[str, Kind] = NOTHING, optional: Mapping[str, Kind] = NOTHING
 ) -> dict[str, Any]:
     """The JSON object that a file holds; ``required`` and ``optional`` as for :func:`check`."""
-    return check(decode(read_text(path), str(path)), str(path), required or {}, optional)
+    return check(decode(read_text(path), str(path)), str(path), required, optional)
 
 
 def decode_record(text: str | bytes, where: str) -> Any:

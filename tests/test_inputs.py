@@ -148,7 +148,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sample = {"prompt": "1+1", "completion": "2", "score": 1.0}
     (folder / "before.json").write_text(
         json.dumps({"accuracy": 0.5, "standard_error": 0.1, "prompts": 12, "samples_per_prompt": 4,
-                    "sample_answers": [sample]}, indent=1)
+                    "score_mean": 0.5, "sample_answers": [sample]}, indent=1)
     )  # fmt: skip
     CheckpointStore(folder, 3).mark_best({"step": 3, "metric": "eval/accuracy", "value": 0.5})
     (folder / "out/.complete").mkdir(parents=True)

@@ -26,7 +26,7 @@ from openrlhf_ext.algorithms.importance import Correction, correction_weights, f
 from openrlhf_ext.algorithms.kl import KLPenalty
 from openrlhf_ext.algorithms.metrics import rollout_metrics
 from openrlhf_ext.algorithms.option_blocks import Options
-from openrlhf_ext.algorithms.segments import RowSelection, Segments, packed, unpacked
+from openrlhf_ext.algorithms.segments import Packed, RowSelection, Segments
 from openrlhf_ext.options import nearest
 
 LEAST_ENTROPY = -1e-4
@@ -36,6 +36,7 @@ MOST_LOGPROB = 1e-3
 Total = Callable[[Tensor], Tensor]
 """Sums a tensor over the shares of a mini-batch that several processes hold, see `Algorithm.prepare`."""
 
+Derived = dict[str, Callable[["LossBatch"], Tensor]]
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
 """`(new_logprobs_n, index_n) -> loss_n`: loss terms of single tokens, see `Algorithm.token_loss`."""
 
@@ -233,7 +234,7 @@ class Algorithm:
         """Denominators, masks and statistics of a mini-batch (`loss_mask`, `weights`, `denominators`)."""
         raise NotImplementedError
 
-    def derived(self) -> dict[str, Callable[[LossBatch], Tensor]]:
+    def derived(self) -> Derived:
         """Quantities that a LossBatch computes on demand from what it stores."""
         return {}
 
@@ -354,7 +355,7 @@ def _per_token(**kwargs: Any) -> Any:
 
 
 @dataclass(kw_only=True)
-class LossBatch(Named):
+class LossBatch(Packed, Named):
     """What the loss needs, plus what a user wants to look at.
 
     A copy made by pickle is on the CPU; its tensors travel out of band.
@@ -420,12 +421,6 @@ class LossBatch(Named):
 
     def __len__(self) -> int:
         return len(self.segments)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {f.name: packed(getattr(self, f.name)) for f in dataclasses.fields(self)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({name: unpacked(value) for name, value in state.items()})
 
     @property
     def lengths(self) -> Tensor:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms.base import LossBatch, Total
 from openrlhf_ext.algorithms.batch import check_values
+from openrlhf_ext.algorithms.group_advantage import GroupRelative
 from openrlhf_ext.algorithms.groups import group_index
 from openrlhf_ext.algorithms.losses import TokenAlgorithm, masked_log_ratio, promote
 from openrlhf_ext.algorithms.option_blocks import (
@@ -45,7 +45,7 @@ class CovarianceOptions(PartitionOptions, SequenceAdvantageOptions, PenaltyOptio
             yield Violation(("mask_truncated",), message)
 
 
-class CovarianceControl(TokenAlgorithm):
+class CovarianceControl(GroupRelative, TokenAlgorithm):
     """Chooses tokens by the covariance of advantage and log-prob.
 
         cov_it = (A_i - mean A)(new_it - mean new)                      means over all tokens of the mini-batch
@@ -54,8 +54,8 @@ class CovarianceControl(TokenAlgorithm):
     shares together; the loss of a complete mini-batch calls `prepare` itself, that of a share refuses to guess.
     """
 
-    needs_prepare: ClassVar[bool] = True
-    loss_inputs: ClassVar[tuple[str, ...]] = ("order",)
+    needs_prepare = True
+    loss_inputs = ("order",)
 
     def loss_level(self, shaped: LossBatch) -> LossBatch:
         shaped = super().loss_level(shaped)

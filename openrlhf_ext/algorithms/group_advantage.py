@@ -7,7 +7,7 @@ Shape suffixes: B = completions, N = tokens of all completions, Q = groups.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,19 +18,24 @@ from openrlhf_ext.algorithms.kl import reward_kl
 from openrlhf_ext.algorithms.length_penalty import length_penalty
 
 
-def group_relative(algorithm: Algorithm, inputs: Inputs) -> dict[str, Tensor]:
-    """The fields `rewards` and `seq_advantages` (B,) float64 and `advantages` (N,) of a LossBatch.
+class GroupRelative(Algorithm):
+    """A method whose advantage is the group-relative one; a KL penalty is in the loss or in the reward."""
 
-    r_i is the raw reward plus the length penalty, minus a KL placed in the reward. A is 0 in groups that were dropped
-    or zeroed, and the same on all tokens of a completion.
-    """
-    batch, groups, part, kl = inputs.batch, inputs.groups, inputs.part, algorithm.kl
-    rewards_B = batch.rewards + length_penalty(inputs, algorithm.options)
-    if kl is not None and kl.place == "reward":
-        rewards_B = rewards_B - batch.segments.sums(reward_kl(kl, batch))
-    a_B = group_advantages(rewards_B, groups, algorithm.options, part.live_B)
-    a_N = batch.segments.spread(a_B.to(batch.float_dtype))
-    return {"rewards": rewards_B, "seq_advantages": a_B, "advantages": a_N}
+    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
+
+    def advantages(self, inputs: Inputs) -> dict[str, Any]:
+        """The fields `rewards` and `seq_advantages` (B,) float64 and `advantages` (N,) of a LossBatch.
+
+        r_i is the raw reward plus the length penalty, minus a KL placed in the reward. A is 0 in groups that were
+        dropped or zeroed, and the same on all tokens of a completion.
+        """
+        batch = inputs.batch
+        rewards_B = batch.rewards + length_penalty(inputs, self.options)
+        if self.kl is not None and self.kl.place == "reward":
+            rewards_B = rewards_B - batch.segments.sums(reward_kl(self.kl, batch))
+        a_B = group_advantages(rewards_B, inputs.groups, self.options, inputs.part.live_B)
+        a_N = batch.segments.spread(a_B.to(batch.float_dtype))
+        return {"rewards": rewards_B, "seq_advantages": a_B, "advantages": a_N}
 
 
 def group_advantages(rewards_B: Tensor, groups: Groups, options: Any, live_B: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ T = positions of the longest of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -76,11 +76,11 @@ class DiscountOptions(Options):
 class ReturnAlgorithm(TokenAlgorithm):
     """A reward on the last token, its returns as advantages; a method gives `baselined`."""
 
-    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
-    loss_inputs: ClassVar[tuple[str, ...]] = ("sampled_logprobs",)
-    tokenwise: ClassVar[bool] = True
-    kl_is_token_mean: ClassVar[bool] = True
-    most_kl: ClassVar[float | None] = 10.0
+    kl_places = ("loss", "reward")
+    loss_inputs = ("sampled_logprobs",)
+    tokenwise = True
+    kl_is_token_mean = True
+    most_kl = 10.0
 
     def baselined(self, rewards_B: Tensor, inputs: Inputs) -> Tensor:
         """(B,) float64 rewards relative to the method's baseline."""

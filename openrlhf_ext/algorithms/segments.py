@@ -8,6 +8,7 @@ Shape suffixes: B = rows, N = tokens of all rows, Q = groups, b = rows of a bloc
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -217,6 +218,16 @@ def plain(tensor: Tensor) -> np.ndarray:
 def from_plain(array: np.ndarray) -> Tensor:
     """The tensor again; a copy where the array is not to be written to, as what Ray has read."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+class Packed:
+    """Fields of a dataclass, of which tensors travel to another process as numpy's arrays."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: packed(getattr(self, each.name)) for each in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(unpacked(state))
 
 
 def packed(value: Any) -> Any:

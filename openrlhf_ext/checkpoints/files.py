@@ -81,13 +81,6 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def free_name(path: Path) -> Path:
-    number = 1
-    while (candidate := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    return candidate
-
-
 def absent_files(folder: Path, sizes: Mapping[str, int], wait_s: float) -> list[str]:
     """Files (bytes by path) that another machine wrote and that are not here with their size after ``wait_s``
     seconds."""

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from openrlhf_ext.checkpoints.files import (
     VISIBLE_S,
     CheckpointError,
@@ -25,7 +27,6 @@ from openrlhf_ext.checkpoints.files import (
     absent_files,
     check_files,
     deal_files,
-    free_name,
     fsync_folder,
     write_file,
 )
@@ -38,6 +39,7 @@ from openrlhf_ext.inputs import (
     InputError,
     check,
     decode,
+    free_name,
     list_of,
     map_with,
     read_json,
@@ -95,6 +97,16 @@ def read_manifest(folder: Path) -> Manifest:
 def check_share(folder: Path, rank: int, ranks: int) -> list[str]:
     """What is wrong with a rank's share of a checkpoint's files: together they read all. Raises CheckpointError."""
     return check_files(folder, deal_files(read_manifest(folder).files, ranks)[rank])
+
+
+class Witness:
+    """A rank of a run, which says what it sees of files that others have written."""
+
+    def sees(self, path: str) -> bool:
+        return not absent_files(Path(path).parent, {Path(path).name: 0}, VISIBLE_S)
+
+    def check_checkpoint(self, folder: str) -> list[str]:
+        return check_share(Path(folder), dist.get_rank(), dist.get_world_size())
 
 
 def write_receipt(folder: Path, part: str, entries: Iterable[FileEntry]) -> None:

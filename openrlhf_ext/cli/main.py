@@ -13,7 +13,7 @@ import select
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from openrlhf_ext import __version__
@@ -125,6 +125,13 @@ def show(text: object, file: Any = None, errors: str = "backslashreplace") -> No
     stream = file or sys.stdout
     encoding = stream.encoding or "utf-8"
     print(printable(str(text)).encode(encoding, errors).decode(encoding), file=stream, flush=True)
+
+
+def chosen_layout(config: Any) -> Mapping[str, Any]:
+    """What ``megatron.layout auto`` comes to."""
+    from openrlhf_ext.tools.plan import fit
+
+    return fit.choice(config)
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -9,10 +9,10 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from openrlhf_ext.cli.main import show
+from openrlhf_ext.cli.main import chosen_layout, show
 from openrlhf_ext.config import ConfigError, Findings, RunConfig, format_config, load_config, placement_table
 from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.config.sft import SupervisedConfig
@@ -71,7 +71,7 @@ def _loaded(argv: list[str]) -> RunConfig:
         return findings(config)
 
     try:
-        return load_config(argv, more_rules=rules, choice=choice)
+        return load_config(argv, more_rules=rules, choice=chosen_layout)
     except ConfigError as error:
         raise (preflight.with_user_code(error, seen[0]) if seen else error) from None
 
@@ -94,13 +94,6 @@ def findings(config: RunConfig) -> Findings:
 
     found = (preflight.findings(config), fit.findings(config))
     return Findings(tuple(v for one in found for v in one.violations), tuple(w for one in found for w in one.warnings))
-
-
-def choice(config: RunConfig) -> Mapping[str, Any]:
-    """What ``megatron.layout auto`` comes to."""
-    from openrlhf_ext.tools.plan import fit
-
-    return fit.choice(config)
 
 
 def train(config: RunConfig, watched: guard.Guard, restart: int) -> int:

@@ -14,12 +14,10 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from openrlhf_ext.checkpoints import CheckpointError
-from openrlhf_ext.cli.main import show
+from openrlhf_ext.cli.main import chosen_layout, show
 from openrlhf_ext.config import ConfigError, Findings
 from openrlhf_ext.config.files import downloaded, tokenizer_fault
 from openrlhf_ext.config.load import load
@@ -31,7 +29,7 @@ from openrlhf_ext.redaction import redact
 from openrlhf_ext.reporting import EventLog, TerminalHandler
 from openrlhf_ext.run.checkpoints import check_resume, own_folders
 from openrlhf_ext.run.corridor import CorridorLeft
-from openrlhf_ext.run.ending import INTERRUPTED, listened, report_interruption
+from openrlhf_ext.run.ending import INTERRUPTED, hear_again, listened, report_interruption
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +74,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(words: list[str]) -> int:
     """The same; raises ConfigError, CheckpointError, InputError."""
-    config = load(SupervisedConfig, words, [check_supervised, _findings], choice=_choice)
+    config = load(SupervisedConfig, words, [check_supervised, _findings], choice=chosen_layout)
     if not config.dry_run and (folder := _downloaded(config)) is not None:
         # the rules and the layout are asked again: they are about the model, which is here now
         words = [*words, f"--{_MODEL}", folder]
-        config = load(SupervisedConfig, words, [check_supervised, _findings], choice=_choice)
+        config = load(SupervisedConfig, words, [check_supervised, _findings], choice=chosen_layout)
     if not config.logger.verbose:
         warnings.simplefilter("ignore")
     if config.dry_run:
@@ -93,13 +91,6 @@ def start(words: list[str]) -> int:
         logger.warning(warning)
     with own_folders(config):
         return run(config)
-
-
-def _choice(config: SupervisedConfig) -> Mapping[str, Any]:
-    """What ``megatron.layout auto`` comes to."""
-    from openrlhf_ext.tools.plan import fit
-
-    return fit.choice(config)
 
 
 def _findings(config: SupervisedConfig) -> Findings:
@@ -131,15 +122,14 @@ def launch(config: SupervisedConfig, words: list[str]) -> int:
         _wait(ranks, received, config.megatron.collective_timeout_s)
     finally:
         _kill(ranks)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        hear_again(before)
     codes = [rank.returncode for rank in ranks]
     if not any(codes):
         return 0
     if not received:
         return 2 if 2 in codes else 1
     if codes[0] < 0:  # it could not say so
-        with EventLog(Path(str(config.logger.metrics_path)).with_name("events.jsonl"), goes_on=True) as events:
+        with EventLog(config.logger.beside("events.jsonl"), goes_on=True) as events:
             report_interruption(config, events, received[0])
     return 128 + received[0]
 

@@ -48,7 +48,12 @@ def flag_options(config: RunConfig) -> Iterator[FlagOption]:
         if advantage.estimator in readers and is_set(config, f"algo.advantage.{key}"):
             yield FlagOption(key, getattr(advantage, key), f"algo.advantage.{key}")
     if reward.overlong_buffer_len is not None:
-        yield FlagOption("length_penalty", _overlong_penalty(config), "reward.overlong_buffer_len")
+        # DAPO eq. 13: nothing up to l_max - l_cache, then linear down to -factor at l_max
+        penalty = {
+            "kind": "dapo", "l_max": config.rollout.max_new_tokens, "l_cache": int(reward.overlong_buffer_len),
+            "factor": reward.overlong_penalty_factor,
+        }  # fmt: skip
+        yield FlagOption("length_penalty", penalty, "reward.overlong_buffer_len")
     yield from _length_penalty(config)
 
 
@@ -63,14 +68,6 @@ def _length_penalty(config: RunConfig) -> Iterator[FlagOption]:
     for key in ("grop_gamma1", "grop_medium_else"):
         if penalty.kind == "grop" and (value := getattr(penalty, key)) is not None:
             yield FlagOption(key, value, f"{flag}.{key}")
-
-
-def _overlong_penalty(config: RunConfig) -> dict[str, Any]:
-    """DAPO eq. 13: nothing up to l_max - l_cache, then linear down to -factor at l_max."""
-    return {
-        "kind": "dapo", "l_max": config.rollout.max_new_tokens, "l_cache": int(config.reward.overlong_buffer_len or 0),
-        "factor": config.reward.overlong_penalty_factor,
-    }  # fmt: skip
 
 
 def algorithm_name(config: RunConfig) -> str:

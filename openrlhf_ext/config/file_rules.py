@@ -340,13 +340,14 @@ def _overlap(outputs: Sequence[Output], option: str, path: str, what: str) -> It
 
 def _space_violations(config: RunConfig) -> Iterator[Violation]:
     """There is room for the final weights, and for a checkpoint, which further ones replace."""
-    needs = [("ckpt.output_dir", config.ckpt.output_dir, final_bytes(config))]
-    if config.ckpt.saves:
-        needs.append(("ckpt.path", config.ckpt.path, checkpoint_bytes(config)))
+    if (sizes := written_bytes(config)) is None:
+        return
     asked: dict[int, int] = {}  # bytes by disk
-    for option, path, size in needs:
+    options = ("ckpt.output_dir", "ckpt.path") if config.ckpt.saves else ("ckpt.output_dir",)
+    for option, size in zip(options, sizes, strict=False):
+        path = str(value_of(config, option))
         place = _existing(Path(path))
-        if size is None or not place.is_dir():
+        if not place.is_dir():
             continue
         disk, free = place.stat().st_dev, shutil.disk_usage(place).free
         asked[disk] = asked.get(disk, 0) + size
@@ -363,31 +364,16 @@ def _space_violations(config: RunConfig) -> Iterator[Violation]:
             f"{what}, the disk of {option} {path} has {_readable(free)} free; use another {option} or make room{hint}")
 
 
-def _parameters(config: RunConfig) -> tuple[int, int] | None:
-    """Of policy and critic (0 without one); None where the policy's files are not here to be counted."""
-    policy = config.actor.model_name_or_path
-    if (count := parameter_count(policy)) is None:
+def written_bytes(config: RunConfig) -> tuple[int, int] | None:
+    """Of the final Hugging Face checkpoints, and of one checkpoint, about; None where the policy's files are not here
+    to be counted."""
+    if (policy := parameter_count(config.actor.model_name_or_path)) is None:
         return None
-    return count, (parameter_count(config.critic_model) or count) if config.has_critic else 0
-
-
-def final_bytes(config: RunConfig) -> int | None:
-    """Bytes of the final Hugging Face checkpoints, about; None where they cannot be told."""
-    if (found := _parameters(config)) is None:
-        return None
-    policy, critic = found
-    count = policy + (critic if config.critic.save_value_network else 0)
-    return count * _WEIGHT_BYTES[config.megatron.param_dtype]
-
-
-def checkpoint_bytes(config: RunConfig) -> int | None:
-    """Bytes of one checkpoint, about; None where they cannot be told."""
-    if (found := _parameters(config)) is None:
-        return None
-    policy, critic = found
+    critic = (parameter_count(config.critic_model) or policy) if config.has_critic else 0
     resumable, weights = (table[config.megatron.param_dtype] for table in (_RESUMABLE_BYTES, _WEIGHT_BYTES))
+    final = policy + (critic if config.critic.save_value_network else 0)
     kept = 0 if config.ckpt.disable_ds else (policy + critic) * resumable
-    return kept + (policy * weights if config.ckpt.save_hf else 0)
+    return final * weights, kept + (policy * weights if config.ckpt.save_hf else 0)
 
 
 def _existing(folder: Path) -> Path:

@@ -34,6 +34,7 @@ HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval", "heldout
 """Names of splits that are not for training, the first that a data set has is evaluated."""
 _FORMS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _NOT_READ = (".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".xlsx")  # else they would be read as JSON
+Chat = list[dict[str, Any]]
 Records = Iterator[tuple[str, Any]]  # a place, such as "line 3", and what stands there
 
 
@@ -254,13 +255,13 @@ def _is_chat_as_text(prompt: str) -> bool:
 def as_text(content: Any) -> Any:
     """The text of a message whose content is a list of parts that are texts; anything else as it is. A template of a
     model that knows texts alone would write such a list as Python does."""
-    parts = content if isinstance(content, list) else [None]
+    parts: list[Any] = content if isinstance(content, list) else [None]
     if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         return "".join(part["text"] for part in parts)
     return content
 
 
-def as_chat(prompt: str | list[dict[str, Any]], role: str = "user") -> list[dict[str, Any]]:
+def as_chat(prompt: str | Chat, role: str = "user") -> Chat:
     """Messages as chat templates get them; a text is one message."""
     if isinstance(prompt, str):
         return [{"role": role, "content": prompt}]

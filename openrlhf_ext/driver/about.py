@@ -195,7 +195,7 @@ def _lines(config: RunConfig, name: str) -> Iterator[str]:
 
 
 def _starts(config: RunConfig) -> list[Start]:
-    events = Path(str(config.logger.metrics_path)).with_name("events.jsonl")
+    events = config.logger.beside("events.jsonl")
     return starts_of(line for _, line in read_lines(events)) if events.is_file() else []
 
 

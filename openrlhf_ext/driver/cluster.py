@@ -38,7 +38,7 @@ from openrlhf_ext.driver.guard import END_S, Guard, end_processes
 from openrlhf_ext.megatron.watchdog import Address, RankState, ask_rank, describe_ranks
 from openrlhf_ext.rewards.grading import RewardError, RewardFailureLimit
 from openrlhf_ext.rollout.process import machine_id, ray_log_tail
-from openrlhf_ext.run.ending import INTERRUPTED
+from openrlhf_ext.run.ending import INTERRUPTED, hear_again
 from openrlhf_ext.user_code import told, users_part
 
 logger = logging.getLogger(__name__)
@@ -206,8 +206,7 @@ class RaySession:
             raise RayNotStarted(f"Ray did not start: {type(error).__name__}: {error}") from error
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
-        for number, handler in handlers.items():
-            signal.signal(number, handler)  # Ray puts its own in the place of SIGTERM's (ray 2.55 _private/node.py:531)
+        hear_again(handlers)  # Ray puts its own in the place of SIGTERM's (ray 2.55 _private/node.py:531)
         self.remember_children()
         self.guard.watch(*_ray_processes())
         return self
@@ -300,8 +299,7 @@ class RaySession:
             ray.shutdown()
         end_processes(list(self._children.values()))
         self._own_ray.close()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        hear_again(handlers)
 
     def describe_failure(self, error: BaseException) -> str:
         """The failing process's own error text and, of every process that died, its name and the end of its log. Which

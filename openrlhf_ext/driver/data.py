@@ -12,8 +12,6 @@ from openrlhf_ext.compat import DriverStrategy, get_tokenizer
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.records import Wanted, as_chat, read_records
 from openrlhf_ext.config.upstream import upstream_args
-from openrlhf_ext.driver.evaluation import HeldOut
-from openrlhf_ext.driver.rollouts import all_prompts
 from openrlhf_ext.driver.settings import policy_path
 from openrlhf_ext.inputs import InputError, reading, require_one_beginning
 from openrlhf_ext.options import required
@@ -140,14 +138,6 @@ def load_data(config: RunConfig, tokenizer: Any) -> tuple[PromptData, list[Promp
             )  # fmt: skip
         held_out.append(found)
     return prompts, held_out
-
-
-def held_out_sets(config: RunConfig, strategy: DriverStrategy, data: Sequence[PromptData]) -> list[HeldOut]:
-    """The held-out sets with their prompts, as :func:`load_data` read them."""
-    return [
-        HeldOut(options, all_prompts(dataloader(strategy, own), own.places))
-        for options, own in zip(config.eval.sets, data, strict=True)
-    ]
 
 
 def dataloader(strategy: DriverStrategy, data: PromptData, *, shuffle: bool = False, workers: int = 0) -> Any:

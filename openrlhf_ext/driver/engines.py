@@ -23,6 +23,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayE
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver.cluster import ask_about
+from openrlhf_ext.driver.placement import RankGroup
 from openrlhf_ext.driver.waits import Deadline, await_ranks, call_ranks
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.rollout.process import machine_id, ray_frames
@@ -32,7 +33,6 @@ from openrlhf_ext.rollout.sync.sender import EngineCalls
 from openrlhf_ext.user_code import users_frames
 
 if TYPE_CHECKING:
-    from openrlhf_ext.driver.placement import RankGroup
     from openrlhf_ext.rollout.launch import EngineFleet
 
 logger = logging.getLogger(__name__)

@@ -73,9 +73,7 @@ def weight_versions(responses: Sequence[Response]) -> set[int]:
     return {version for response in responses for version, _, _ in response.versions}
 
 
-def evaluation_metrics(
-    sets: Sequence[HeldOutSet], groups: Sequence[Sequence[Group]], texts: Texts | None
-) -> dict[str, float]:
+def evaluation_metrics(sets: Sequence[HeldOutSet], groups: Sequence[Sequence[Group]], texts: Texts) -> dict[str, float]:
     """Metrics of an evaluation under the names of docs/metrics.md: ``eval/...`` of one set without a name; of sets with
     names ``eval/NAME/...``, and means over the sets."""
     found = [set_metrics(own, each.temperature, texts) for each, own in zip(sets, groups, strict=True)]
@@ -91,7 +89,7 @@ def evaluation_metrics(
     return metrics
 
 
-def set_metrics(groups: Sequence[Group], temperature: float, texts: Texts | None = None) -> dict[str, float]:
+def set_metrics(groups: Sequence[Group], temperature: float, texts: Texts) -> dict[str, float]:
     """Of one set: accuracy (share of right completions: mean@n), mean score, both with their standard error over
     prompts, mean reward and length, pass@k and maj@k, length and entropy of right and of wrong completions. maj@k needs
     completions that state answers (``rewards.answers``), an entropy the engine's log-probs."""
@@ -118,12 +116,10 @@ def _is_right(response: Response) -> bool:
     return graded(response.score) >= SOLVED
 
 
-def _at_k(groups: Sequence[Group], texts: Texts | None) -> dict[str, float]:
+def _at_k(groups: Sequence[Group], texts: Texts) -> dict[str, float]:
     samples = len(groups[0].responses)
     right = [[_is_right(response) for response in group.responses] for group in groups]
     metrics = {f"pass@{k}": fmean(shares) for k, shares in passes_at_k(right, powers_of_two(samples)).items()}
-    if texts is None:
-        return metrics
     stated = [stated_answers(texts(g.responses), each) for g, each in zip(groups, right, strict=True)]
     votes = [list(zip(*pair, strict=True)) for pair in zip(stated, right, strict=True)]
     for k, counted in majorities(votes, powers_of_two(samples)).items():

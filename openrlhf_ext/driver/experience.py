@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,26 +31,24 @@ from openrlhf_ext.driver.gauges import (
     staleness_metrics,
     text_metrics,
 )
+from openrlhf_ext.driver.placement import RankGroup
 from openrlhf_ext.driver.rollouts import Group
 from openrlhf_ext.driver.scoring import (
     Deal,
     KLCoefficient,
     PendingScores,
-    RewardScorer,
     Scorer,
     ValueTrainer,
     deal,
     reference_kl,
     scores_in_order,
+    with_end,
 )
 from openrlhf_ext.megatron.step.batch import LogprobEntropy, SequenceBatch, sequence_batch
 from openrlhf_ext.megatron.step.dealing import TOKENS, RowCosts
 from openrlhf_ext.ranks.policy import TrainingShard
 from openrlhf_ext.reporting import chosen_groups
 from openrlhf_ext.rollout.response import Response, graded
-
-if TYPE_CHECKING:
-    from openrlhf_ext.driver.placement import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +98,7 @@ class ExperienceMaker:
     kl: KLCoefficient | None = None
     costs: RowCosts = TOKENS
     guide: Scorer | None = None
-    reward: RewardScorer | None = None
+    reward: Scorer | None = None
     source: str = "policy"
     engine_entropies: bool = False
     replays: bool = False
@@ -226,7 +224,7 @@ class ExperienceMaker:
         if self.guide is not None:
             pending["guide_logprobs"] = self.guide.start(batch)
         if self.reward is not None:
-            pending["rewards"] = self.reward.start(batch)
+            pending["rewards"] = self.reward.start(with_end(batch))
         return pending if self.critic is None else {**pending, "values": self.critic.start_values(batch)}
 
     def _reference_metrics(self, rollout: RolloutBatch) -> dict[str, float]:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from ray.exceptions import RayTaskError
@@ -22,6 +21,7 @@ from torch import Tensor
 from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch, mean_entropies
 from openrlhf_ext.algorithms.segments import Segments, float64_sum
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.driver.placement import RankGroup
 from openrlhf_ext.driver.waits import call_ranks
 from openrlhf_ext.megatron.model.flops import ForwardFlops, forward_flops, peak_tflops
 from openrlhf_ext.megatron.model.shape import ModelShape
@@ -34,9 +34,6 @@ from openrlhf_ext.rewards.counting import accuracy
 from openrlhf_ext.rewards.grading import FAILED_KEY
 from openrlhf_ext.rollout.probe import relative_difference
 from openrlhf_ext.rollout.response import Response, graded
-
-if TYPE_CHECKING:
-    from openrlhf_ext.driver.placement import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -360,36 +357,30 @@ def rank_gauges(reports: Sequence[RankReport]) -> dict[str, float]:
 
 @dataclass
 class StepGauges:
-    """Measures one step after the other, with ``epochs`` training passes each; tells ``events`` of the slowest rank.
-
-    ``peak``: TFLOP/s of one device for the MFU; None = that of the device if it is known and ``bf16`` is set.
-    ``frozen``: adapters are trained.
-    """
+    """Measures one step after the other: speed, memory and the slowest rank, of which it tells ``events``."""
 
     policy: RankGroup
     shape: ModelShape
-    epochs: int
-    peak: float | None
-    bf16: bool
-    timeout_s: float
-    events: EventLog = field(default_factory=EventLog)
-    frozen: bool = False
+    config: RunConfig
+    events: EventLog
     _named: set[int] = field(default_factory=set)
 
     def collect(self, batch: SequenceBatch, seconds: Mapping[str, float]) -> dict[str, float]:
         """The gauges of the step that trained on ``batch`` and took ``seconds`` (names as in the records)."""
-        reports: list[RankReport] = call_ranks(self.policy, "policy", "rank_report", self.timeout_s)
+        train = self.config.train
+        reports: list[RankReport] = call_ranks(self.policy, "policy", "rank_report", train.step_timeout_s)
         gauges = rank_gauges(reports)
         self._name_slowest(reports, gauges)
         lengths, predicted = batch.lengths_B.tolist(), batch.responses.tokens
         flops = forward_flops(self.shape, lengths, predicted)
         shared = gauges.get("packs/shared_fraction", 0.0)
-        flops = replace(flops, layers=round(flops.layers * (1.0 - shared)), frozen=self.frozen)
+        flops = replace(flops, layers=round(flops.layers * (1.0 - shared)), frozen=self.config.ds.lora.enabled)
         # only the critic trained (critic.freezing_steps); no old log-probs were computed (algo.old_logprobs)
         idle = [p for p in ("logprob", "train") if not any(p in report.seconds for report in reports)]
         seconds = {name: spent for name, spent in seconds.items() if name.removeprefix("time/") not in idle}
-        peak = self.peak or (peak_tflops(reports[0].device) if self.bf16 else None)
-        return gauges | throughput_gauges(flops, sum(lengths), self.epochs, len(reports), seconds, peak)
+        is_bf16 = self.config.megatron.param_dtype == "bf16"
+        peak = self.config.logger.peak_tflops or (peak_tflops(reports[0].device) if is_bf16 else None)
+        return gauges | throughput_gauges(flops, sum(lengths), train.max_epochs, len(reports), seconds, peak)
 
     def _name_slowest(self, reports: Sequence[RankReport], gauges: Mapping[str, float]) -> None:
         """Says on the terminal which rank holds the others up, once per rank."""
@@ -517,27 +508,25 @@ def logprob_problems(
 
 
 class StepProfiler:
-    """Has ranks profile themselves, in the steps from the first to the last, from the scores to the sync of the
-    weights."""
+    """Has ranks profile themselves in ``profile.steps``, from the scores to the sync of the weights."""
 
-    def __init__(
-        self, policy: RankGroup, steps: tuple[int, int], ranks: tuple[int, ...], folder: Path, timeout_s: float,
-        events: EventLog,
-    ) -> None:  # fmt: skip
-        self._policy, self._steps, self._ranks, self._folder = policy, steps, ranks, folder
-        self._timeout_s, self._events = timeout_s, events
+    def __init__(self, policy: RankGroup, config: RunConfig, steps: int, events: EventLog) -> None:
+        self._policy, self._config, self._events = policy, config, events
+        self._first, self._last = config.profile.first_and_last or (0, -1)
         self._rows: list[dict[str, Any]] = []
+        if self._first > steps:
+            logger.warning("profile.steps %s: the run has %d steps, none is profiled", config.profile.steps, steps)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """The part of a step that the ranks make; nothing happens if the step is not to be profiled."""
-        if not self._steps[0] <= step <= self._steps[1]:
+        if not self._first <= step <= self._last:
             yield
             return
-        call_ranks(self._policy, "policy", "start_profile", self._timeout_s, ranks=self._ranks)
+        timeout_s, folder = self._config.train.step_timeout_s, str(self._config.logger.beside("profile"))
+        call_ranks(self._policy, "policy", "start_profile", timeout_s, ranks=self._config.profile.ranks)
         yield
-        folder = str(self._folder)
-        for profile in call_ranks(self._policy, "policy", "finish_profile", self._timeout_s, folder=folder, step=step):
+        for profile in call_ranks(self._policy, "policy", "finish_profile", timeout_s, folder=folder, step=step):
             if profile is not None:
                 self._rows.append({"step": step, **profile})
                 self._events.note("profile", **profile)
@@ -546,10 +535,10 @@ class StepProfiler:
         """Seconds by kind of work, a line for each step and rank; empty if no step was profiled."""
         if not self._rows:
             return ""
-        kinds = list(self._rows[0]["seconds"])
-        lines = ["".join(title.rjust(max(9, len(title) + 2)) for title in ("step", "rank", "wall_s", *kinds))]
+        titles = ("step", "rank", "wall_s", *self._rows[0]["seconds"])
+        lines = [titles]
         for row in self._rows:
-            cells = [str(row["step"]), str(row["rank"]), *(f"{s:.3f}" for s in (row["wall"], *row["seconds"].values()))]
-            titles = ("step", "rank", "wall_s", *kinds)
-            lines.append("".join(cell.rjust(max(9, len(t) + 2)) for t, cell in zip(titles, cells, strict=True)))
-        return "\n".join(lines)
+            seconds = (row["wall"], *row["seconds"].values())
+            lines.append((str(row["step"]), str(row["rank"]), *(f"{each:.3f}" for each in seconds)))
+        widths = [max(9, len(title) + 2) for title in titles]
+        return "\n".join("".join(map(str.rjust, line, widths)) for line in lines)

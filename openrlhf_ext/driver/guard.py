@@ -23,7 +23,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -34,7 +33,7 @@ from openrlhf_ext.locks import check_held, displaced
 from openrlhf_ext.reporting import EventLog, RunStatus
 from openrlhf_ext.rewards.worker import die_with
 from openrlhf_ext.run.checkpoints import own_folders, resumption
-from openrlhf_ext.run.ending import INTERRUPTED, listened
+from openrlhf_ext.run.ending import INTERRUPTED, hear_again, listened
 
 logger = logging.getLogger(__name__)
 
@@ -172,8 +171,7 @@ def run(config: RunConfig, train: Train) -> int:
                 logger.info("%s", last_words(config, code, time.monotonic() - began))
             return code
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        hear_again(handlers)
         _adopt_orphans(False)  # nobody would wait for their end
 
 
@@ -237,7 +235,7 @@ class _Parent:
     def _note(config: RunConfig, step: int, event: str, **facts: Any) -> None:
         try:
             check_held()
-            with EventLog(Path(str(config.logger.metrics_path)).with_name("events.jsonl"), goes_on=True) as events:
+            with EventLog(config.logger.beside("events.jsonl"), goes_on=True) as events:
                 events.step = step
                 events.note(event, **facts)
         except (OSError, ValueError) as error:

@@ -22,10 +22,12 @@ from openrlhf_ext.driver import preflight
 from openrlhf_ext.driver.about import about_run, results, write_card
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.engines import EngineSupervisor, GpuSharing
+from openrlhf_ext.driver.evaluation import HeldOut
 from openrlhf_ext.driver.experience import ExperienceMaker
 from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepJudge, StepProfiler
 from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.loop import TrainingLoop
+from openrlhf_ext.driver.placement import RankGroup
 from openrlhf_ext.driver.preflight import library_chatter, try_user_code
 from openrlhf_ext.driver.processes import (
     GUIDE_ENGINE,
@@ -55,9 +57,8 @@ from openrlhf_ext.driver.waits import Deadline, call_ranks
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.model.hf_files import end_tokens, saved_generation_config
 from openrlhf_ext.megatron.model.positions import chosen_factors
-from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
+from openrlhf_ext.megatron.model.shape import read_model_shape
 from openrlhf_ext.megatron.settings import row_costs
-from openrlhf_ext.options import required
 from openrlhf_ext.reporting import EventLog, SampleWriter
 from openrlhf_ext.run.checkpoints import (
     Call,
@@ -75,7 +76,6 @@ from openrlhf_ext.run.records import StepRecorder
 if TYPE_CHECKING:
     from openrlhf_ext.compat import DriverStrategy
     from openrlhf_ext.driver.data import PromptData
-    from openrlhf_ext.driver.placement import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +97,7 @@ def run(config: RunConfig, guard: Guard, restart: int = 0, lay_out: LayOut | Non
     # after a restart the checkpoint is the run's own
     for tried in try_user_code(config) if restart else preflight.tried(config)[0]:
         logger.log(logging.WARNING if tried.raised else logging.INFO, "%s", tried)
-    events = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("events.jsonl")
-    with EventLog(events, goes_on=config.ckpt.load_enable or restart > 0) as log:
+    with EventLog(config.logger.beside("events.jsonl"), goes_on=config.ckpt.load_enable or restart > 0) as log:
         guard.events = log
         if restart:
             log.note("restart", number=restart, most=config.train.max_restarts)
@@ -148,10 +147,10 @@ class Parts:
     held_out: list[PromptData]
     steps: int
     deadline: Deadline
-    use_gpu: bool
+    session: RaySession
     events: EventLog
     trained: dict[str, RankGroup]  # whose state a checkpoint holds, the policy's first
-    resumed: Resumed | None = None
+    resumed: Resumed | None
 
 
 def train(config: RunConfig, session: RaySession, events: EventLog) -> None:
@@ -159,7 +158,7 @@ def train(config: RunConfig, session: RaySession, events: EventLog) -> None:
     clean_up(config)  # after an attempt that was killed
     parts = build_parts(config, session, events)
     check_shared_folders(config, partial(call_ranks, parts.policy, "policy"), config.train.step_timeout_s)
-    loop = build_loop(config, parts, session.guard)
+    loop = build_loop(config, parts)
     session.remember_children()
     processes = {name: {key: about[key] for key in ("host", "pid")} for name, about in session.processes.items()}
     events.note("ready", steps=parts.steps, processes=processes)
@@ -243,14 +242,14 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
         guide_supervisor = EngineSupervisor(guide_engines, None, config, session.remember, start, GUIDE_ENGINE, events)
     return Parts(
         strategy, tokenizer, policy, auxiliary, supervisor, guide_supervisor, prompts, held_out, steps, start,
-        session.use_gpu, events, trained, resumed,
+        session, events, trained, resumed,
     )  # fmt: skip
 
 
-def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> TrainingLoop:
+def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
     """The training loop with everything that it drives, at the place where the run begins or goes on."""
     from openrlhf_ext.compat import build_sinks
-    from openrlhf_ext.driver.data import dataloader, held_out_sets
+    from openrlhf_ext.driver.data import dataloader
 
     shape = read_model_shape(policy_path(config))
     torch.manual_seed(config.train.seed)  # the data loader takes its shuffle from the global generator
@@ -260,7 +259,7 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
     logger.info("old log-probs: of the %s (%s)", source, why)
     loop = TrainingLoop(
         config=config,
-        guard=guard or Guard(),
+        guard=parts.session.guard,
         policy=parts.policy,
         rollouts=Rollouts(
             PromptStream(loader, config.train.num_episodes), requests_of(config, parts), config, deadline,
@@ -285,16 +284,20 @@ def build_loop(config: RunConfig, parts: Parts, guard: Guard | None = None) -> T
         sharing=sharing,
         deadline=deadline,
         recorder=build_recorder(config, parts),
-        gauges=step_gauges(config, parts, shape),
+        gauges=StepGauges(parts.policy, shape, config, parts.events),
         judge=StepJudge(config),
         progress=Progress(
             len(parts.prompts) * config.train.num_episodes, config.rollout.batch_size, config.train.max_minutes
         ),
-        held_out=held_out_sets(config, parts.strategy, parts.held_out),
+        held_out=[
+            HeldOut(options, all_prompts(dataloader(parts.strategy, own), own.places))
+            for options, own in zip(config.eval.sets, parts.held_out, strict=True)
+        ],
         sinks=build_sinks(parts.strategy.args),
         tokenizer=parts.tokenizer,
-        drift=drift_check(config, parts.policy),
-        profiler=step_profiler(config, parts),
+        drift=DriftCheck(parts.policy, config.repeat_tolerance, probe_tolerance(config), config.train.step_timeout_s)
+        if config.train.drift_check else None,
+        profiler=StepProfiler(parts.policy, config, parts.steps, parts.events),
         checkpointer=build_checkpointer(config, callers(parts.trained), parts.prompts.fingerprint, parts.events),
     )  # fmt: skip
     if parts.resumed is not None:
@@ -308,9 +311,7 @@ def callers(groups: Mapping[str, RankGroup]) -> dict[str, Call]:
     return {name: partial(call_ranks, group, name) for name, group in groups.items()}
 
 
-def build_checkpointer(
-    config: RunConfig, groups: Mapping[str, Call], prompts: str, events: EventLog | None = None
-) -> Checkpointer:
+def build_checkpointer(config: RunConfig, groups: Mapping[str, Call], prompts: str, events: EventLog) -> Checkpointer:
     """What saves the run; ``prompts``: their fingerprint."""
     ckpt, timeout_s = config.ckpt, config.train.step_timeout_s
     best = (ckpt.best_metric_key, ckpt.keep_best)
@@ -324,7 +325,7 @@ def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
     def texts(token_ids: list[int]) -> list[str]:
         return parts.tokenizer.batch_decode([[token] for token in token_ids], clean_up_tokenization_spaces=False)
 
-    path = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("samples.jsonl")
+    path = config.logger.beside("samples.jsonl")
     every, groups = config.logger.samples_every, config.logger.samples_groups
     return StepRecorder(
         config,
@@ -339,10 +340,10 @@ def build_recorder(config: RunConfig, parts: Parts) -> StepRecorder:
 
 def begin_ledger(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
     """Has the loop write down which prompts it trains; what the data is comes first."""
-    data, path = parts.prompts, Path(required(config.logger.metrics_path, "logger.metrics_path"))
+    data, path = parts.prompts, config.logger.beside(LEDGER)
     digests = [*map(digest, data.prompts, data.labels)]
-    loop.ledger = open_ledger(path.with_name(LEDGER), loop.step)
-    loop.repeats = Repeats(digests, path.with_name(LEDGER))
+    loop.ledger = open_ledger(path, loop.step)
+    loop.repeats = Repeats(digests, path)
     loop.ledger.append({
         "step": loop.step, "prompts": len(data), "episodes": config.train.num_episodes,
         "skipped_overlong": data.skipped_overlong,
@@ -352,39 +353,11 @@ def begin_ledger(config: RunConfig, parts: Parts, loop: TrainingLoop) -> None:
 
 def requests_of(config: RunConfig, parts: Parts) -> Requests:
     """What asks the engines for groups; with a guide they come from two sets of engines."""
-    most = max_requests(config, parts.use_gpu)
+    most = max_requests(config, parts.session.use_gpu)
     policy = GroupRequests(parts.supervisor, most, routed=config.replays_rollout)
     if parts.guide_supervisor is None:
         return policy
     return GuidedRequests(policy, GroupRequests(parts.guide_supervisor, most))
-
-
-def step_gauges(config: RunConfig, parts: Parts, shape: ModelShape) -> StepGauges:
-    """Speed, memory and the slowest rank of every step."""
-    bf16 = config.megatron.param_dtype == "bf16"
-    epochs, timeout_s = config.train.max_epochs, config.train.step_timeout_s
-    peak, frozen = config.logger.peak_tflops, config.ds.lora.enabled
-    return StepGauges(parts.policy, shape, epochs, peak, bf16, timeout_s, parts.events, frozen)
-
-
-def drift_check(config: RunConfig, policy: RankGroup) -> DriftCheck | None:
-    """The self-test of a run with train.drift_check, None in any other."""
-    if not config.train.drift_check:
-        return None
-    return DriftCheck(policy, config.repeat_tolerance, probe_tolerance(config), config.train.step_timeout_s)
-
-
-def step_profiler(config: RunConfig, parts: Parts) -> StepProfiler | None:
-    """What has the ranks profile themselves, None without profile.steps."""
-    if config.profile.first_and_last is None:
-        return None
-    if config.profile.first_and_last[0] > parts.steps:
-        logger.warning("profile.steps %s: the run has %d steps, none is profiled", config.profile.steps, parts.steps)
-    folder = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("profile")
-    return StepProfiler(
-        parts.policy, config.profile.first_and_last, config.profile.ranks, folder, config.train.step_timeout_s,
-        parts.events,
-    )  # fmt: skip
 
 
 def set_initial_entropy(config: RunConfig, loop: TrainingLoop, parts: Parts) -> None:

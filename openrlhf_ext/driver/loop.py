@@ -12,10 +12,10 @@ import random
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from openrlhf_ext.driver.evaluation import Evaluation, HeldOut, evaluation_metri
 from openrlhf_ext.driver.experience import Experience, ExperienceMaker, sequences_of
 from openrlhf_ext.driver.gauges import DriftCheck, StepGauges, StepJudge, StepProfiler, recounted
 from openrlhf_ext.driver.guard import Guard
+from openrlhf_ext.driver.placement import RankGroup
 from openrlhf_ext.driver.progress import Progress
 from openrlhf_ext.driver.rollouts import Group, Prompt, Rollouts, groups_from_plain, plain_groups
 from openrlhf_ext.driver.settings import frozen_steps
@@ -38,9 +39,6 @@ from openrlhf_ext.rollout.response import Response
 from openrlhf_ext.run.checkpoints import Arrays, Checkpointer, State
 from openrlhf_ext.run.ledger import Repeats
 from openrlhf_ext.run.records import StepRecorder
-
-if TYPE_CHECKING:
-    from openrlhf_ext.driver.placement import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -61,16 +59,16 @@ class TrainingLoop:
     gauges: StepGauges
     judge: StepJudge
     progress: Progress
-    held_out: Sequence[HeldOut] = ()
+    held_out: Sequence[HeldOut]
+    tokenizer: Any
+    checkpointer: Checkpointer
+    guard: Guard
+    profiler: StepProfiler
     sinks: Sequence[Any] = ()
-    tokenizer: Any = None
     drift: DriftCheck | None = None
-    checkpointer: Checkpointer | None = None
     guide_supervisor: EngineSupervisor | None = None
-    profiler: StepProfiler | None = None
-    ledger: JsonLines | None = None
-    repeats: Repeats | None = None
-    guard: Guard = field(default_factory=Guard)
+    ledger: JsonLines = field(init=False)
+    repeats: Repeats = field(init=False)
     step: int = 0
     version: int = 0
     initial_entropy: float | None = None
@@ -88,7 +86,7 @@ class TrainingLoop:
         first and after the last step."""
         self.begin()
         while not self._time_is_up and (groups := self.take()):
-            with self.profiled():
+            with self.profiler.step(self.step + 1):
                 made = self.score_and_shape(groups)
                 self.guard.hold(self.config.ckpt.grace_s)
                 self._finished = None  # what the ranks hold is between two steps from here on
@@ -104,10 +102,6 @@ class TrainingLoop:
             self.guard.release()
             self.evaluate_and_save()
         self.end()
-
-    def profiled(self) -> AbstractContextManager:
-        """In which the ranks profile themselves, if the step is one of ``profile.steps``."""
-        return nullcontext() if self.profiler is None else self.profiler.step(self.step + 1)
 
     def begin(self) -> None:
         """The engines get what a checkpoint holds, or the untrained policy is evaluated."""
@@ -135,7 +129,7 @@ class TrainingLoop:
         if groups:
             seconds, trains = time.perf_counter() - self._began, self.step >= frozen_steps(self.config)
             self.progress.take(self.rollouts.used_up, seconds, trains)
-        self._poll_checkpoint()
+        self.checkpointer.poll()
         self._waited_s = time.perf_counter() - started
         return groups
 
@@ -143,8 +137,7 @@ class TrainingLoop:
         """Old log-probs, values, rewards and reference log-probs; then advantages of whole groups, and every rank's
         shard."""
         with self._limit(f"training step {self.step + 1}"):
-            samples = self.recorder.samples
-            shown = samples.groups_due(self.step + 1) if samples is not None else None
+            shown = self.recorder.samples.groups_due(self.step + 1)
             return self.experience.make(groups, self.version, self._get, shown=shown)
 
     def train(self, shards: list[TrainingShard]) -> dict[str, float]:
@@ -165,12 +158,11 @@ class TrainingLoop:
             if values:
                 metrics |= self._get(values)[0]
         self.step += 1
-        self._poll_checkpoint()
+        self.checkpointer.poll()
         return metrics | {"time/train": time.perf_counter() - started}
 
     def go_back(self, groups: Sequence[Group], why: str) -> None:
         """Goes on from the last checkpoint without the prompts of a step that was not accepted."""
-        assert self.checkpointer is not None, "a rule: train.rollback_on needs checkpoints"
         logger.error("step %d is not accepted: %s", self.recorder.events.step, why)
         self.rollouts.drain()
         self._finish_evaluation()
@@ -183,9 +175,8 @@ class TrainingLoop:
         self.rollouts.skip(prompts)
         self.restore(resumed.state, resumed.arrays)
         self.recorder.repeat_from(self.step, self.rollouts.dropped)
-        if self.ledger is not None and self.repeats is not None:
-            self.ledger.keep(lambda line: step_of(line) <= self.step)
-            self.repeats.read()
+        self.ledger.keep(lambda line: step_of(line) <= self.step)
+        self.repeats.read()
         self.publish()
         self._engine_stats()  # these do not count as the next step's
         self._note_state()
@@ -225,14 +216,13 @@ class TrainingLoop:
         metrics |= {"engines/restarts": restarts, "engines/alive": alive}
         metrics["prompts/consumed"] = self.rollouts.prompts.drawn
         trained = [group.prompt.entry for group in made.groups]
-        metrics["prompts/repeated"] = repeated = 0 if self.repeats is None else self.repeats.add(trained)
+        metrics["prompts/repeated"] = repeated = self.repeats.add(trained)
         if repeated:
             text = "step %d trained %d prompts that the episode had before: the data began anew (openrlhf-ext ledger)"
             logger.error(text, self.step, repeated)
         check_gauges(self.step, metrics, self.config.actor)
         self._record = record = self.recorder.step(self.step, metrics, self._engine_stats())
-        if self.ledger is not None:
-            self.ledger.append({"step": self.step, "trained": trained, **self.rollouts.account()})
+        self.ledger.append({"step": self.step, "trained": trained, **self.rollouts.account()})
         if metrics.get("grad_norm") == 0.0 and not self._no_gradient_said:
             self._no_gradient_said = True
             logger.warning(
@@ -242,7 +232,7 @@ class TrainingLoop:
                 self.step,
             )
         self.guard.step_ended(self.recorder.progress.total_steps, metrics["time/step"])
-        if self.recorder.samples is not None and made.samples:
+        if made.samples:
             self.recorder.samples.write(self.step, made.samples)
         if self.sinks and self.step % self.config.logger.logging_steps == 0:
             sample = made.groups[0].responses[0]
@@ -270,19 +260,14 @@ class TrainingLoop:
             evaluation = self.evaluate()
         if evaluation is not None:
             self._note_state()
-        if self.checkpointer is not None:
-            with self._limit(f"saving after step {self.step}"):
-                self.checkpointer.after_step(self.step, evaluation, self._state_to_save, self._record)
+        with self._limit(f"saving after step {self.step}"):
+            self.checkpointer.after_step(self.step, evaluation, self._state_to_save, self._record)
         self._ended = time.perf_counter()
 
     @property
     def _evaluation_due(self) -> bool:
         every = self.config.eval.steps
         return every != -1 and self.step % every == 0
-
-    def _poll_checkpoint(self) -> None:
-        if self.checkpointer is not None:
-            self.checkpointer.poll()
 
     def _state_to_save(self) -> State:
         self.sharing.make_room_for_policy()
@@ -291,16 +276,14 @@ class TrainingLoop:
     def end(self) -> None:
         """Completes what is being written; evaluates the last weights if that was not due."""
         self.recorder.events.step = self.step
-        if self.checkpointer is not None:
-            with self._limit("completing the last checkpoint"):
-                self.checkpointer.finish()
+        with self._limit("completing the last checkpoint"):
+            self.checkpointer.finish()
         if self._evaluation is not None:
             self._finish_evaluation()
         if self.recorder.last_evaluation != self.step:
             self.evaluate()
-        if self.ledger is not None:
-            self.ledger.append({"end": self.step, **self.rollouts.account(ended=True)})
-        if self.profiler is not None and (table := self.profiler.table()):
+        self.ledger.append({"end": self.step, **self.rollouts.account(ended=True)})
+        if table := self.profiler.table():
             logger.info("seconds of the profiled steps by kind of work (traces: profile/):\n%s", table)
 
     def save_before_the_end(self) -> None:
@@ -308,7 +291,7 @@ class TrainingLoop:
         Not of a step that is half done, and not after Ctrl-C: who is there can say when it is time."""
         self.guard.ignore_signals()
         grace_s, number = self.config.ckpt.grace_s, self.guard.received
-        if number in (None, signal.SIGINT) or not grace_s or self.checkpointer is None:
+        if number in (None, signal.SIGINT) or not grace_s:
             return
         if self._finished is None:
             logger.error("no checkpoint was saved after %s: no step has ended, or not within ckpt.grace_s", number.name)
@@ -329,9 +312,9 @@ class TrainingLoop:
 
     def close_logs(self) -> None:
         """Closes what the run's numbers go to, before its processes end."""
-        for close in (each.close for each in (*self.sinks, self.recorder, self.ledger) if each is not None):
+        for log in (*self.sinks, self.recorder, self.ledger):
             try:
-                close()
+                log.close()
             except Exception as error:  # what the run ends by is more important, and has perhaps the same reason
                 logger.error("a log could not be closed: %s", error)
 
@@ -384,7 +367,7 @@ class TrainingLoop:
 
     def _count(self, evaluation: Evaluation, answers: Mapping[Any, list[Response]]) -> dict[str, float]:
         sets, groups = [each.options for each in self.held_out], evaluation.groups(self.held_out, answers)
-        logs = evaluation_metrics(sets, groups, None if self.tokenizer is None else self._texts)
+        logs = evaluation_metrics(sets, groups, self._texts)
         logs["time/eval"] = time.perf_counter() - evaluation.started
         self.recorder.evaluation(evaluation.step, logs)
         for sink in self.sinks:

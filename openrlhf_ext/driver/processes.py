@@ -18,7 +18,8 @@ import ray
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import engine_entropies
 from openrlhf_ext.driver.cluster import RaySession
-from openrlhf_ext.driver.scoring import KLCoefficient, RewardScorer, Scorer, ValueTrainer
+from openrlhf_ext.driver.placement import RankGroup, Reservation, place_ranks, reserve
+from openrlhf_ext.driver.scoring import KLCoefficient, Scorer, ValueTrainer
 from openrlhf_ext.driver.settings import (
     FrozenModel,
     critic_path,
@@ -46,7 +47,6 @@ from openrlhf_ext.rollout.probe import end_of_probe
 from openrlhf_ext.run.checkpoints import write_hf
 
 if TYPE_CHECKING:
-    from openrlhf_ext.driver.placement import RankGroup, Reservation
     from openrlhf_ext.rollout.launch import EngineFleet, EnginePlaces
 
 logger = logging.getLogger(__name__)
@@ -57,8 +57,6 @@ GUIDE_ENGINE = "guide engine"
 
 def reserve_policy_places(config: RunConfig, deadline: Deadline) -> Reservation:
     """Bundles for the policy's ranks, which engines share in a colocated run."""
-    from openrlhf_ext.driver.placement import reserve
-
     return reserve(config.world_size, deadline.remaining, "the policy's ranks", shared=config.train.colocate_all)
 
 
@@ -72,7 +70,6 @@ def engine_places(
     config: RunConfig, use_gpu: bool, policy_places: Reservation | None, engines: int, what: str, deadline: Deadline
 ) -> EnginePlaces | None:
     """Where engines go: on the policy's bundles in a colocated run, or GPUs of their own; None: where Ray puts them."""
-    from openrlhf_ext.driver.placement import place_ranks, reserve
     from openrlhf_ext.rollout.launch import EnginePlaces
 
     size = config.vllm.tensor_parallel_size
@@ -217,9 +214,9 @@ def executor_factory(config: RunConfig) -> Callable[[], Any]:
     """The user's agent, or single-turn rollouts graded in killable worker processes."""
     reward = config.reward
     if (agent := config.train.agent_func_path) is not None:
-        from openrlhf_ext.rewards.agent import make_agent_executor
+        from openrlhf_ext.rewards.agent import agent_executor
 
-        return make_agent_executor(agent, reward.timeout_s, reward.max_failures, reward.failure_value)
+        return partial(agent_executor, agent, reward.timeout_s, reward.max_failures, reward.failure_value)
     graders = (each.remote_url for each in config.eval.sets)
     return make_executor(reward, dict.fromkeys(url for url in graders if url not in (None, reward.remote_url)))
 
@@ -234,8 +231,6 @@ def _start_ranks(
     actor: type, places: Reservation, layout: ParallelLayout, tensor_size: int, block_size: int
 ) -> RankGroup:
     """Starts one actor per rank, which import in the background."""
-    from openrlhf_ext.driver.placement import RankGroup
-
     group = RankGroup(ray.remote(num_gpus=1)(actor), places, layout, tensor_size=tensor_size, block_size=block_size)
     group.ask("load_libraries")
     return group
@@ -315,7 +310,6 @@ class AuxiliaryModels:
     def start(cls, config: RunConfig, deadline: Deadline, policy_places: Reservation | None = None) -> AuxiliaryModels:
         """Starts the actors, which import in the background; in a colocated run critic and reward model share the
         policy's places."""
-        from openrlhf_ext.driver.placement import reserve
 
         def ranks(actor: type, what: str, layout: ParallelLayout, places: Reservation | None = None) -> RankGroup:
             own = places or reserve(layout.world_size, deadline.remaining, f"the {what}'s ranks")
@@ -362,7 +356,7 @@ class AuxiliaryModels:
         scorers: dict[str, Any] = {model.name: self._scorer(config, policy, model) for model in frozen_models(config)}
         if self.reward is not None and config.has_reward_model:
             costs = _costs(reward_path(config), config, self.reward.layout)
-            scorers["reward"] = RewardScorer(Scorer(self.reward, "forward", costs))
+            scorers["reward"] = Scorer(self.reward, "forward", costs)
         return {"critic": self._value_trainer(config), "kl": _kl_coefficient(config), **scorers}
 
     def _scorer(self, config: RunConfig, policy: RankGroup, model: FrozenModel) -> Scorer:

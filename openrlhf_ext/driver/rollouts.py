@@ -286,7 +286,9 @@ class Rollouts:
         deadline: Deadline,
         with_engines: Callable[[Callable[[], bool]], AbstractContextManager] = lambda _: nullcontext(),
     ) -> None:
-        self.prompts, self.sampling = prompts, sampling_of(config, config.rollout.temperature, config.rollout.top_p)
+        rollout = config.rollout
+        self.prompts = prompts
+        self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.max_new_tokens, config.data.max_len)
         self._config, self._batch_size = config, config.rollout.batch_size
         self._max_staleness, self._timeout_s = config.max_staleness, config.rollout.timeout_s
         self.dropped = {"filtered": 0, "late": 0, "unstarted": 0, "skipped": 0}
@@ -332,10 +334,15 @@ class Rollouts:
         return batch
 
     @property
+    def _open(self) -> list[int]:
+        """Numbers of the prompts that are neither trained nor given up."""
+        return [*self._in_flight, *(p.number for p in self._again), *(g.prompt.number for g in self._finished)]
+
+    @property
     def used_up(self) -> int:
         """How many prompts are trained, with the batch last taken, or given up: of those up to the last one that is
         trained, so that it does not depend on which engine was faster; all when nothing is left."""
-        waiting = [*self._in_flight, *(p.number for p in self._again), *(g.prompt.number for g in self._finished)]
+        waiting = self._open
         if self._exhausted and not waiting:
             return self.prompts.drawn
         return self._last + 1 - sum(number < self._last for number in waiting)
@@ -531,9 +538,8 @@ class Rollouts:
     @property
     def place(self) -> dict[str, Any]:
         """Of a line of the ledger: prompts drawn, and the numbers of those that no line has settled yet."""
-        numbers = [*self._in_flight, *(p.number for p in self._again), *(g.prompt.number for g in self._finished)]
-        numbers += [number for entries in self._given_up.values() for number, _ in entries]
-        return {"drawn": self.prompts.drawn, "waiting": sorted(numbers)}
+        given_up = [number for entries in self._given_up.values() for number, _ in entries]
+        return {"drawn": self.prompts.drawn, "waiting": sorted(self._open + given_up)}
 
     def account(self, ended: bool = False) -> dict[str, Any]:
         """Of the ledger's next line: what was given up since the last one, by reason, and the place behind it; if the
@@ -575,11 +581,6 @@ class Rollouts:
                 self._again.append(group.prompt)
             else:
                 self._finished.append(group)
-
-
-def sampling_of(config: RunConfig, temperature: float, top_p: float) -> Sampling:
-    """How completions are sampled from this distribution."""
-    return Sampling(temperature, top_p, config.rollout.max_new_tokens, config.data.max_len)
 
 
 # ---- groups that wait for training, in a checkpoint -----------------------------------------------------------------

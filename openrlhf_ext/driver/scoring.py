@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +21,10 @@ from openrlhf_ext.algorithms.groups import group_chunks
 from openrlhf_ext.algorithms.kl import kl_k3
 from openrlhf_ext.algorithms.segments import BLOCK_TOKENS, float64_sum
 from openrlhf_ext.algorithms.values import explained_variance
+from openrlhf_ext.driver.placement import RankGroup
 from openrlhf_ext.megatron.step.batch import SequenceBatch, ValueTargets, sequence_batch
 from openrlhf_ext.megatron.step.dealing import TOKENS, RowCosts, deal_rows
 from openrlhf_ext.ranks.auxiliary import CriticMiniBatch
-
-if TYPE_CHECKING:
-    from openrlhf_ext.driver.placement import RankGroup
 
 _MAX_KL_ERROR = 0.2
 
@@ -97,21 +95,11 @@ class Scorer:
         return PendingScores(batch, parts, refs, self.group)
 
 
-@dataclass(frozen=True)
-class RewardScorer:
-    """A reward model's scores of whole sequences. A score is the value at the last token, whatever it is, as in
-    OpenRLHF 0.11.2 (``models/model.py``); transformers' pooling leaves out a last token that is the padding's."""
-
-    values: Scorer
-
-    def start(self, batch: SequenceBatch) -> PendingScores:
-        """Starts the forward pass; its result is (B,) scores."""
-        return self.values.start(with_end(batch))
-
-
 def with_end(batch: SequenceBatch) -> SequenceBatch:
     """The sequences with one more token each, as their only response token: the state before it is that at the last
-    token. Which token it is makes no difference, attention being causal."""
+    token. Which token it is makes no difference, attention being causal. A reward model's score of a whole sequence is
+    the value there, whatever the last token is, as in OpenRLHF 0.11.2 (``models/model.py``); transformers' pooling
+    leaves out a last token that is the padding's."""
     ends = [int(length) for length in batch.lengths_B]
     whole = [np.append(tokens_S.numpy(), np.int32(0)) for tokens_S in batch.tokens_M.split(ends)]
     return sequence_batch(whole, [[(end, end + 1)] for end in ends])

@@ -7,14 +7,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
 from openrlhf_ext.driver.guard import Guard
-
-if TYPE_CHECKING:
-    from openrlhf_ext.driver.placement import RankGroup
+from openrlhf_ext.driver.placement import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -89,14 +87,11 @@ class Deadline:
         if self._ends is None:
             raise RuntimeError("a wait outside of a phase with a deadline")
         if (left := self._ends - time.monotonic()) <= 0:
-            raise self.exceeded()
+            raise DeadlineExceeded(
+                f"waited {self._seconds:g} s while {self.doing}; raise --{self._option} if this is expected to take "
+                "longer"
+            )
         return left
-
-    def exceeded(self) -> DeadlineExceeded:
-        """The error that says what was waited for, how long, and which option changes that."""
-        return DeadlineExceeded(
-            f"waited {self._seconds:g} s while {self.doing}; raise --{self._option} if this is expected to take longer"
-        )
 
     def get(self, refs: Sequence[Any], meanwhile: Callable[[], None] | None = None) -> list[Any]:
         """The results of Ray calls, in order; the first error is raised at once. ``meanwhile`` is called now and then

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from openrlhf_ext.megatron.model.build import HiddenStateGPTModel, build_model, transformer_config
 from openrlhf_ext.megatron.model.hf_files import HFRows, read_side_files, save_hf
-from openrlhf_ext.megatron.model.hf_weights import HFExporter, Ownership, load_hf
+from openrlhf_ext.megatron.model.hf_weights import HFExporter, Ownership, Value, load_hf
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.megatron.model.weight_map import hf_tensors
 from openrlhf_ext.megatron.settings import ModelSettings
@@ -168,11 +168,11 @@ class BuiltModel:
     # ---- weights out ------------------------------------------------------------------------------------------------
 
     def exporter(
-        self, value: Callable[[torch.nn.Parameter], Tensor] | None = None, most_streams: int = 1
+        self, value: Value | None = None, most_streams: int = 1
     ) -> HFExporter:
         return HFExporter(self.chunks, Ownership(self.shape, self.settings.layout, most_streams), value)
 
-    def export(self, value: Callable[[torch.nn.Parameter], Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def export(self, value: Value | None = None) -> Iterator[tuple[str, Tensor]]:
         """Whole HF tensors on global rank 0; all ranks must exhaust the iterator."""
         return iter(self.exporter(value))
 
@@ -181,7 +181,7 @@ class BuiltModel:
 
     def write_hf(
         self, target: str | Path, config_changes: Mapping[str, Any] | None = None,
-        value: Callable[[torch.nn.Parameter], Tensor] | None = None,
+        value: Value | None = None,
     ) -> dict[str, int]:  # fmt: skip
         """Writes all weights; see ``write_rows``."""
         rows = self.export_rows() if value is None else self.exporter(value).rows()

@@ -23,7 +23,7 @@ from openrlhf_ext.megatron.policy import MegatronModel
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.step import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.batch import PackedBatch, SequenceBatch, ValueTargets
-from openrlhf_ext.megatron.step.schedule import gather_tokens, one, planned_rows
+from openrlhf_ext.megatron.step.schedule import PackLoss, gather_tokens, one, planned_rows
 from openrlhf_ext.options.sections import Critic
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 class ValueDecoder(MegatronModel):
     """A decoder with a value head. A reward model is one that is never trained: its score of a sequence is the value of
-    the state at the last token, which is the state before a token that is added (``driver.scoring.RewardScorer``)."""
+    the state at the last token, which is the state before a token that is added (``driver.scoring.with_end``)."""
 
     def __init__(self, settings: ModelSettings) -> None:
         self._scale = read_value_scale(settings.model_path) if settings.normalize_values else None
@@ -101,7 +101,7 @@ class MegatronCritic(ValueDecoder):
         plan = self.schedule.plan(batch, forward_only=False)
         clip, targets = self.value_clip, targets.select(planned_rows(plan)).to(self.device)
 
-        def pack_loss(part: PackedBatch, hidden_NH: Tensor) -> tuple[Tensor, Tensor, dict]:
+        def pack_loss(part: PackedBatch, hidden_NH: Tensor) -> PackLoss:
             mine = targets.select(part.rows)
             arguments = (gather_tokens(self._head(hidden_NH), part), mine.old_values_N, mine.returns_N)
             loss = value_loss(*arguments, clip=clip, tokens=mine.tokens)

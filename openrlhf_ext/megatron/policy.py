@@ -40,7 +40,7 @@ from openrlhf_ext.megatron.step.optimizer import (
     gradient_squares,
     host_optimizers,
 )
-from openrlhf_ext.megatron.step.schedule import Schedule, TokenValues, gather_tokens, one, planned_rows
+from openrlhf_ext.megatron.step.schedule import PackLoss, Schedule, TokenValues, gather_tokens, one, planned_rows
 
 if TYPE_CHECKING:
     from openrlhf_ext.algorithms.base import TokenLoss
@@ -135,7 +135,7 @@ class MegatronModel(BuiltModel):
         """A forward pass over a fixed sequence in every micro-batch that schedules want, for what layers make of it."""
         batch = self._fixed_batch()
 
-        def nothing(part: PackedBatch, hidden_NH: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        def nothing(part: PackedBatch, hidden_NH: Tensor) -> PackLoss:
             return hidden_NH.new_zeros(()), one(self.device), {}
 
         plan = [[0] for _ in self.schedule.plan(batch, forward_only=True)]
@@ -273,7 +273,7 @@ class MegatronPolicy(MegatronModel):
         # all at once, while the device has nothing else to do; micro-batches are then slices of it
         shaped = shaped.select(planned_rows(plan)).to(self.device)
 
-        def pack_loss(part: PackedBatch, states: Tensor) -> tuple[Tensor, Tensor, dict]:
+        def pack_loss(part: PackedBatch, states: Tensor) -> PackLoss:
             value, loss, head = self._loss(part, states, shaped.select(part.rows), algorithm)
             if kept is not None:
                 kept.keep(part, (head.logprob_T.detach(), head.entropy_T.detach()))

@@ -6,7 +6,7 @@ Every method is a collective over all ranks of the model unless it says otherwis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -26,9 +26,8 @@ from openrlhf_ext.megatron.layers.adapted import (
 from openrlhf_ext.megatron.layers.lora import LoRALayers, adapters_of
 from openrlhf_ext.megatron.model.adapter import WEIGHTS
 from openrlhf_ext.megatron.model.hf_files import adapter_side_files
-from openrlhf_ext.megatron.model.hf_weights import HFExporter, Ownership
+from openrlhf_ext.megatron.model.hf_weights import HFExporter, Ownership, Value
 
-Value = Callable[[torch.nn.Parameter], Tensor]
 Form = Literal["adapter", "merged"]
 """What engines get of adapters (``vllm.lora``)."""
 

@@ -20,9 +20,8 @@ import ray
 import torch
 import torch.distributed as dist
 
-from openrlhf_ext.checkpoints import FileEntry, check_share
-from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
-from openrlhf_ext.checkpoints.store import write_receipt
+from openrlhf_ext.checkpoints import FileEntry
+from openrlhf_ext.checkpoints.store import Witness, write_receipt
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.megatron.settings import ModelSettings
 from openrlhf_ext.megatron.watchdog import phase, start_watchdog
@@ -110,7 +109,7 @@ def _local_rank() -> str:
     return "0"
 
 
-class TrainedActor(RankActor):
+class TrainedActor(RankActor, Witness):
     """In a colocated run a model is on the device while it is needed: a method begins with ``reload_states`` of what it
     needs, and ends with ``release_model``."""
 
@@ -194,12 +193,6 @@ class TrainedActor(RankActor):
         if done := wait or self._writing.done():
             self._writing.result()
         return done
-
-    def sees(self, path: str) -> bool:
-        return not absent_files(Path(path).parent, {Path(path).name: 0}, VISIBLE_S)
-
-    def check_checkpoint(self, folder: str) -> list[str]:
-        return check_share(Path(folder), dist.get_rank(), dist.get_world_size())
 
     @phase("loading a checkpoint")
     def load_state(self, folder: str, name: str) -> None:

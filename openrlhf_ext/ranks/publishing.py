@@ -174,7 +174,8 @@ class WeightPublisher:
             def finish() -> SendReport:
                 if (failure := _decisive(errors)) is not None:
                     sender.explain(failure)
-                report = sender.finish(version, _added(sums))
+                # of numbers of which one rank has each, and the others 0
+                report = sender.finish(version, [sum(column) for column in zip(*sums, strict=True)])
                 check(report)
                 return report
 
@@ -238,11 +239,6 @@ def _closed_on_failure(sender: WeightSender) -> Iterator[None]:
     except Exception:
         sender.close()
         raise
-
-
-def _added(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Of numbers of which one rank has each, and the others 0."""
-    return [sum(column) for column in zip(*rows, strict=True)]
 
 
 def _decisive(errors: Sequence[Exception | None]) -> Exception | None:

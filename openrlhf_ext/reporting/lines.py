@@ -29,6 +29,7 @@ from openrlhf_ext.inputs import (
     Kind,
     check,
     decode,
+    free_name,
     is_number,
     json_lines,
     map_of,
@@ -120,18 +121,11 @@ def _set_aside(path: Path, keep: Callable[[Record], bool]) -> None:
             is_kept = False
         (kept if is_kept else superseded).append(line)
     if superseded:
-        aside = _free_name(path)
+        aside = free_name(path.with_name(f"{path.name}.superseded"))
         aside.write_bytes(b"".join(superseded))
         logger.info("%s: %d records of an earlier run moved to %s", path, len(superseded), aside)
     with in_one_piece(path) as partial:
         partial.write_bytes(b"".join(kept))
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (candidate := path.with_name(f"{path.name}.superseded.{number}")).exists():
-        number += 1
-    return candidate
 
 
 # ---- metrics.jsonl --------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import inspect
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from openrlhf_ext.rewards.endpoint import EndpointAgent
 from openrlhf_ext.rewards.executor import GradedExecutor
 from openrlhf_ext.rewards.grading import (
     FAILED_KEY,
+    Failure,
     FailurePolicy,
     InvalidAnswer,
     RewardError,
@@ -96,7 +96,7 @@ class GradedAgentExecutor(GradedExecutor):
             try:
                 answer.update(_checked(await self._run(proxy, **self._arguments(request, tokenizer, proxy))))
                 return _reward_of(answer)
-            except _Failure as failure:
+            except Failure as failure:
                 proxy.raise_engine_error()
                 error = failure.kind(str(failure), request.prompt, completion(), request.label)
                 if not answer and not proxy.generated:
@@ -135,7 +135,7 @@ class GradedAgentExecutor(GradedExecutor):
                     place = coroutine_place(task.get_coro())
                     if isinstance(self._agent, EndpointAgent):
                         place = self._agent.place(task)
-                    raise _Failure(
+                    raise Failure(
                         RewardTimeout,
                         f"the agent did nothing with the engine for {self._timeout_s:g} s (--reward.timeout_s); it was "
                         f"here: {place}",
@@ -144,12 +144,12 @@ class GradedAgentExecutor(GradedExecutor):
                 if proxy.broken.done():
                     proxy.broken.result()
             return task.result()
-        except (_Failure, RolloutError, RewardImportError):
+        except (Failure, RolloutError, RewardImportError):
             raise
         except InvalidAnswer as error:
-            raise _Failure(RewardInvalid, f"the agent, {error}") from None
+            raise Failure(RewardInvalid, f"the agent, {error}") from None
         except Exception as error:
-            raise _Failure(RewardRaised, f"the agent raised:\n{told(error)}") from error
+            raise Failure(RewardRaised, f"the agent raised:\n{told(error)}") from error
         finally:
             task.cancel()
 
@@ -164,14 +164,6 @@ _OTHER_SAMPLING = (
     "sampled by the run's parameters (rollout.*). Leave {0} as it is (docs/agents.md)"
 )
 _NOT_OF_THIS_EPISODE = f"the agent called generate on the llm_engine of an episode that has ended{_REWRITE}"
-
-
-class _Failure(Exception):
-    """What becomes a ``RewardError`` of that kind when prompt and completion are known."""
-
-    def __init__(self, kind: type[RewardError], message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
 
 
 class _Unstarted(Exception):
@@ -267,14 +259,8 @@ class _EngineProxy:
         }  # fmt: skip
 
 
-def make_agent_executor(
-    path: str, timeout_s: float, max_failures: int, failure_value: float
-) -> Callable[[], GradedAgentExecutor]:
-    """A picklable factory that loads the agent's file inside the rollout engine's process."""
-    return partial(_build, path, timeout_s, max_failures, failure_value)
-
-
-def _build(path: str, timeout_s: float, max_failures: int, failure_value: float) -> GradedAgentExecutor:
+def agent_executor(path: str, timeout_s: float, max_failures: int, failure_value: float) -> GradedAgentExecutor:
+    """Loads the agent's file: in the rollout engine's process."""
     return GradedAgentExecutor(load_agent(Path(path)), timeout_s, FailurePolicy(max_failures, failure_value))
 
 
@@ -402,9 +388,9 @@ def _checked_step(answer: Any) -> dict[str, Any]:
 def _checked(answer: Any) -> dict[str, Any]:
     missing = sorted(_NEEDED_KEYS - answer.keys()) if isinstance(answer, dict) else sorted(_NEEDED_KEYS)
     if missing:
-        raise _Failure(RewardInvalid, f"the agent returned {type(answer).__name__} without {missing}")
+        raise Failure(RewardInvalid, f"the agent returned {type(answer).__name__} without {missing}")
     if not any(stop > start for start, stop in answer["action_ranges"]):
-        raise _Failure(RewardInvalid, "the agent returned action_ranges without a token of the policy")
+        raise Failure(RewardInvalid, "the agent returned action_ranges without a token of the policy")
     return answer
 
 
@@ -413,7 +399,7 @@ def _reward_of(response: dict[str, Any]) -> RewardResult:
     try:
         return parse_answer({"rewards": response["reward"], "scores": response.get("scores"), "extra_logs": logs})
     except InvalidAnswer as error:
-        raise _Failure(RewardInvalid, f"the agent {error}") from None
+        raise Failure(RewardInvalid, f"the agent {error}") from None
 
 
 def try_agent(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+Chat = list[dict[str, Any]]
 UNTRAINED_KEY = "untrained_tokens"
 """In ``extra_logs``: tokens that the policy wrote in calls outside of the conversation that is trained."""
 
@@ -52,7 +53,7 @@ class Call:
         before: the call that this one goes on from.
     """
 
-    asked: list[dict[str, Any]] | str
+    asked: Chat | str
     text: str
     prompt_S: list[int]
     sampled_T: list[int]
@@ -149,7 +150,7 @@ class Episode:
 
     # ---- prompts
 
-    def _prompt_of(self, asked: list[dict[str, Any]] | str, kwargs: Mapping[str, Any]) -> tuple[Call | None, list[int]]:
+    def _prompt_of(self, asked: Chat | str, kwargs: Mapping[str, Any]) -> tuple[Call | None, list[int]]:
         """The call that this one goes on from, and all tokens before the answer."""
         for before in sorted(self._calls, key=lambda call: len(call.asked), reverse=True):
             rest = self._after(before, asked, kwargs)
@@ -157,7 +158,7 @@ class Episode:
                 return before, before.tokens_S + self._tokenize(rest.removeprefix(before.end))
         return None, self._tokenize(asked if isinstance(asked, str) else self._render(asked, kwargs))
 
-    def _after(self, before: Call, asked: list[dict[str, Any]] | str, kwargs: Mapping[str, Any]) -> str | None:
+    def _after(self, before: Call, asked: Chat | str, kwargs: Mapping[str, Any]) -> str | None:
         """What follows the answer of ``before`` in this call, or None where it does not go on from there."""
         if isinstance(asked, str) or isinstance(before.asked, str):
             if not (isinstance(asked, str) and isinstance(before.asked, str)):
@@ -174,7 +175,7 @@ class Episode:
         _, found, rest = self._render(marked, kwargs).rpartition(mark)
         return rest if found else None
 
-    def _render(self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any]) -> str:
+    def _render(self, messages: Chat, kwargs: Mapping[str, Any]) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise BadRequest("messages need a model with a chat template, and this one has none: use /v1/completions")
         try:
@@ -215,7 +216,7 @@ def _texts(stop: Any) -> list[Any]:
     return stop if isinstance(stop, list) else [stop] if stop else []
 
 
-def _messages(messages: Any) -> list[dict[str, Any]]:
+def _messages(messages: Any) -> Chat:
     if not isinstance(messages, list) or not messages:
         raise BadRequest(f"messages must be a list of at least one message: got {messages!r:.80}")
     return [_message(message) for message in messages]

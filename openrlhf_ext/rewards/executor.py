@@ -18,6 +18,7 @@ from openrlhf_ext.options.sections import Reward
 from openrlhf_ext.redaction import redact, redacted
 from openrlhf_ext.rewards.grading import (
     FAILED_KEY,
+    Failure,
     FailurePolicy,
     Grader,
     Group,
@@ -37,14 +38,6 @@ logger = logging.getLogger(__name__)
 _BUSY_STATUSES = frozenset({408, 425, 429})
 _BODY_SHOWN = 500
 _LARGEST_BODY = 4 << 20  # bytes; an answer is a number or a few
-
-
-class _Retryable(Exception):
-    """A request that may succeed when it is sent again; holds the error to raise when it does not."""
-
-    def __init__(self, kind: type[RewardError], message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
 
 
 class HttpReward:
@@ -76,7 +69,7 @@ class HttpReward:
             url = next(self._urls)
             try:
                 return await self._request(url, payload, sample)
-            except _Retryable as failure:
+            except Failure as failure:
                 if attempt == self._retries:
                     raise failure.kind(f"{failure} (request {attempt + 1}, the last)", *sample) from failure
                 logger.warning("%s (request %d of %d)", failure, attempt + 1, self._retries + 1)
@@ -98,14 +91,14 @@ class HttpReward:
                 raise InvalidAnswer(f"answered more than {_LARGEST_BODY >> 20} MiB")
             answer = json.loads(body.decode(response.charset or "utf-8"))
             return parse_answer(answer, time.perf_counter() - started)
-        except (RewardError, _Retryable):
+        except (RewardError, Failure):
             raise
         except TimeoutError:
             message = f"reward server {shown} did not answer within {self._timeout_s:g} s (--reward.timeout_s)"
-            raise _Retryable(RewardTimeout, message) from None
+            raise Failure(RewardTimeout, message) from None
         except aiohttp.ClientError as error:
             message = f"reward server {shown}: {type(error).__name__}: {redact(str(error))}"
-            raise _Retryable(RewardServerError, message) from None  # its own text may have the whole address
+            raise Failure(RewardServerError, message) from None  # its own text may have the whole address
         except Exception as error:  # nesting raises RecursionError, a charset LookupError: a server may send anything
             raise RewardInvalid(f"reward server {shown} gave no reward as JSON: {error}", *sample) from error
 
@@ -131,7 +124,7 @@ def _check_status(response: aiohttp.ClientResponse, body: bytes, url: str, sampl
     said = body.decode(errors="replace")[:_BODY_SHOWN]
     message = f"reward server {url} answered {response.status} {response.reason}: {said}"
     if response.status >= 500 or response.status in _BUSY_STATUSES:
-        raise _Retryable(RewardServerError, message)
+        raise Failure(RewardServerError, message)
     raise RewardServerError(message, *sample)
 
 

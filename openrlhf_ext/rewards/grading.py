@@ -219,6 +219,15 @@ class RewardPoolClosed(RuntimeError):
     """The grader was closed while the sample waited or was being graded."""
 
 
+class Failure(Exception):
+    """What becomes a ``RewardError`` of that kind: when prompt and completion are known, or unless a request succeeds
+    that is sent again."""
+
+    def __init__(self, kind: type[RewardError], message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
 class RewardFailureLimit(RuntimeError):
     """More samples failed to be graded than the run tolerates; the message holds the last failure."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -26,6 +26,7 @@ from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files, read_plain, 
 from openrlhf_ext.checkpoints.model_state import STATE, model_faults
 from openrlhf_ext.checkpoints.store import MANIFEST, best_content, best_of, step_of
 from openrlhf_ext.config import ConfigError, RunConfig, format_config, value_of
+from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.config.show import format_options
 from openrlhf_ext.inputs import MAP, InputError, check, reading
 from openrlhf_ext.locks import FolderLock, LockError, check_held, displaced
@@ -35,9 +36,6 @@ from openrlhf_ext.options.table import Configuration, table_of
 from openrlhf_ext.patches.environment import code_version
 from openrlhf_ext.redaction import redact
 from openrlhf_ext.reporting import EventLog
-
-if TYPE_CHECKING:
-    from openrlhf_ext.config.sft import SupervisedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -182,9 +180,9 @@ class Checkpointer:
 
     def __init__(
         self, config: RunConfig | SupervisedConfig, groups: Mapping[str, Call], data: Mapping[str, str],
-        timeout_s: float, events: EventLog | None = None, best: tuple[str, int] = ("", 1), background: bool = False,
+        timeout_s: float, events: EventLog, best: tuple[str, int] = ("", 1), background: bool = False,
     ) -> None:  # fmt: skip
-        self._events, self.ckpt, self.groups, self.timeout_s = events or EventLog(), config.ckpt, groups, timeout_s
+        self._events, self.ckpt, self.groups, self.timeout_s = events, config.ckpt, groups, timeout_s
         self._config, self._data = config, data
         label = {"label": config.training_label} if config.training_label else {}
         self.constants = {"options": plain_options(config), **data, **label}

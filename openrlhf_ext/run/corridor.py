@@ -16,9 +16,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.config.show import shown_options
 from openrlhf_ext.inputs import (
     INTEGER,
@@ -39,9 +40,6 @@ from openrlhf_ext.options.table import Configuration
 from openrlhf_ext.reporting import EventLog, read_metrics
 from openrlhf_ext.reporting.lines import run_options
 from openrlhf_ext.reporting.names import is_documented, unit_of
-
-if TYPE_CHECKING:
-    from openrlhf_ext.config.sft import SupervisedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -121,16 +119,15 @@ class Corridor:
     def left(self, step: int, record: Mapping[str, float]) -> list[Left]:
         """What of a step's record, or of the evaluation's after it, is outside; nothing of steps after the trusted
         runs' last."""
-        return [*self._left(step, record)]
-
-    def _left(self, step: int, record: Mapping[str, float]) -> Iterator[Left]:
+        found = []
         # an evaluation has a record of its own: it says nothing of a step's metrics, nor a step's of its
         kinds = {_is_of_evaluation(name) for name in record if is_banded(name)}
         for metric, bands in self.bands.items():
             band = bands[step - 1] if 0 < step <= len(bands) and _is_of_evaluation(metric) in kinds else None
             value = record.get(metric)
             if band is not None and (value is None or not band[0] <= value <= band[1]):
-                yield Left(metric, value, *band)
+                found.append(Left(metric, value, *band))
+        return found
 
     def faults(self, config: Configuration) -> list[str]:
         """The options in which the run is of another recipe than the trusted ones."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.run.checkpoints import checkpoint_store, resumption
-
-if TYPE_CHECKING:
-    from openrlhf_ext.config.sft import SupervisedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +22,12 @@ terminal."""
 def listened() -> list[signal.Signals]:
     """Those of ``INTERRUPTED`` that this process is to hear: not SIGHUP under ``nohup``."""
     return [number for number in INTERRUPTED if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+def hear_again(handlers: Mapping[signal.Signals, Any]) -> None:
+    """The signals go to these handlers, which they went to before."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def report_interruption(config: RunConfig | SupervisedConfig, events: EventLog, number: int) -> int:

@@ -7,10 +7,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from openrlhf_ext.checkpoints.store import step_of
 from openrlhf_ext.config import RunConfig
+from openrlhf_ext.config.sft import SupervisedConfig
 from openrlhf_ext.config.show import shown_options
 from openrlhf_ext.config.upstream import namespace
 from openrlhf_ext.inputs import InputError
@@ -29,9 +30,6 @@ from openrlhf_ext.reporting import (
 from openrlhf_ext.reporting.progress import COLUMNS, PANELS, SUPERVISED, SUPERVISED_PANELS, Panel, lost_outputs
 from openrlhf_ext.run.checkpoints import checkpoint_store
 from openrlhf_ext.run.corridor import Watch
-
-if TYPE_CHECKING:
-    from openrlhf_ext.config.sft import SupervisedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +64,8 @@ class Recorder:
     panels: Sequence[Panel] = PANELS
 
     def __init__(
-        self, config: RunConfig | SupervisedConfig, total_steps: int | None, resume_step: int = 0,
-        events: EventLog | None = None, title: str = "",
+        self, config: RunConfig | SupervisedConfig, total_steps: int | None, resume_step: int, events: EventLog,
+        title: str = "",
     ) -> None:  # fmt: skip
         label = config.training_label
         self.metrics_path = Path(required(config.logger.metrics_path, "logger.metrics_path"))
@@ -76,7 +74,7 @@ class Recorder:
         self.said_label = f", {label}" if label else ""
         self.writer = MetricsWriter(self.metrics_path, resume_step, label=label)
         self.progress = ProgressLine(total_steps, label=label, columns=self.columns)
-        self.events = events or EventLog()
+        self.events = events
         train = config.train
         self.corridor = None if train.corridor is None else Watch(train.corridor, train.corridor_action, self.events)
         self._drawing: threading.Thread | None = None
@@ -128,8 +126,8 @@ class StepRecorder(Recorder):
     """Of a run that samples: turns what a step returned into one documented record."""
 
     def __init__(
-        self, config: RunConfig, total_steps: int | None, resume_step: int = 0, events: EventLog | None = None,
-        title: str = "", skipped_overlong: int = 0, samples: SampleWriter | None = None,
+        self, config: RunConfig, total_steps: int | None, resume_step: int, events: EventLog, title: str,
+        skipped_overlong: int, samples: SampleWriter,
     ) -> None:  # fmt: skip
         super().__init__(config, total_steps, resume_step, events, title)
         self.skipped_overlong, self.samples = skipped_overlong, samples
@@ -142,7 +140,7 @@ class StepRecorder(Recorder):
 
     def repeat_from(self, step: int, dropped: Mapping[str, int]) -> None:
         """The run has gone back to this step, with so many groups ``dropped`` then: later records are moved aside."""
-        for lines in filter(None, (self.writer, self.samples, self.events)):
+        for lines in (self.writer, self.samples, self.events):
             lines.repeat_from(step)
         self.last_evaluation, self._dropped = self._evaluated(), {name: float(dropped[name]) for name in _DROPPED}
 
@@ -175,8 +173,7 @@ class StepRecorder(Recorder):
 
     def close(self) -> None:
         super().close()
-        if self.samples is not None:
-            self.samples.close()
+        self.samples.close()
 
 
 def step_record(logs: Mapping[str, float], engines: Sequence[Mapping[str, Any]]) -> dict[str, float]:

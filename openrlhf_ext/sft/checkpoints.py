@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from openrlhf_ext.checkpoints import CheckpointError, FileEntry, check_share
-from openrlhf_ext.checkpoints.files import VISIBLE_S, absent_files
+from openrlhf_ext.checkpoints import CheckpointError, FileEntry
+from openrlhf_ext.checkpoints.store import Witness
 from openrlhf_ext.inputs import InputError
 from openrlhf_ext.megatron.checkpoint import check_loaded, load_checkpoint, take_snapshot
 from openrlhf_ext.megatron.policy import MegatronPolicy
@@ -20,7 +20,7 @@ T = TypeVar("T")
 _FAULTS = (CheckpointError, InputError, OSError)
 
 
-class Ranks:
+class Ranks(Witness):
     """All ranks of a run, ``policy`` is this rank's model once it is built."""
 
     policy: MegatronPolicy
@@ -61,12 +61,6 @@ class Ranks:
         return answers
 
     # ---- what is called, as of ranks.actor.TrainedActor -------------------------------------------------------------
-
-    def sees(self, path: str) -> bool:
-        return not absent_files(Path(path).parent, {Path(path).name: 0}, VISIBLE_S)
-
-    def check_checkpoint(self, folder: str) -> list[str]:
-        return check_share(Path(folder), dist.get_rank(), dist.get_world_size())
 
     def load_state(self, folder: str, name: str) -> None:
         load_checkpoint(self.policy, Path(folder) / name)

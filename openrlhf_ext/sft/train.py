@@ -63,7 +63,7 @@ def run_rank(config: SupervisedConfig) -> int:
     start_watchdog(timeout_s)
     with ExitStack() as stack:
         received = stack.enter_context(_signals())
-        path = Path(required(config.logger.metrics_path, "logger.metrics_path")).with_name("events.jsonl")
+        path = config.logger.beside("events.jsonl")
         events = stack.enter_context(EventLog(path if dist.get_rank() == 0 else None, config.ckpt.load_enable))
         events.note("start", **about(config))
         try:

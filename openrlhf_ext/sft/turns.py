@@ -19,9 +19,8 @@ from uuid import uuid4
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from openrlhf_ext.config.records import as_chat
+from openrlhf_ext.config.records import Chat, as_chat
 
-Chat = list[dict[str, Any]]
 Span = tuple[int, int]
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 _OPENING_TAG = re.compile(r"<[^<>]+>")

@@ -162,7 +162,7 @@ def test_where_no_completion_states_an_answer_there_is_no_vote(
     (["--data", "{aime}"], ["give either --benchmark", "--data needs --reward", "(--input_key, --label_key)"]),
     (["--compare", "{aime}"], ["--compare: {aime}: not JSON (Extra data"]),
     (["--compare", "{model}/config.json"],
-     ["--compare: {model}/config.json: needs accuracy, standard_error, prompts, samples_per_prompt, has "]),
+     ["--compare: {model}/config.json: needs accuracy, standard_error, prompts, samples_per_prompt, score_mean, has "]),
     (["--completions", "{aime}.gone"], ["--completions: {aime}.gone cannot be read: No such file"]),
     (["--model", "gone"], ["--model must be a folder with a Hugging Face checkpoint: gone"]),
     (["--completions", "{aime}"], ["{aime}, line 1: needs completions, has 'problem', 'answer'"]),
@@ -173,7 +173,7 @@ def test_what_is_wrong_is_told_at_once_before_a_model_is_loaded(
 ) -> None:  # fmt: skip
     monkeypatch.setattr("openrlhf_ext.cli.evaluate._results", lambda request: pytest.fail("goes on"))
     before = {"benchmark": "aime24", "accuracy": 0.5, "standard_error": 0.1, "prompts": 5, "skipped_overlong": 2}
-    (aime.parent / "before.json").write_text(json.dumps(before | {"samples_per_prompt": 4}))
+    (aime.parent / "before.json").write_text(json.dumps(before | {"samples_per_prompt": 4, "score_mean": 0.5}))
     given = [word.format(aime=aime, model=model) for word in more]
     base = ["--benchmark", f"aime24={aime}", "--model", str(model), "--out", str(tmp_path / "out"), "--n", "4"]
     assert main([*base, *given]) == 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from openrlhf_ext.config.file_rules import checkpoint_bytes
+from openrlhf_ext.config.file_rules import written_bytes
 from openrlhf_ext.config.files import DatasetRef, parameter_count, require_definition
 from openrlhf_ext.config.records import Scan, Wanted, open_source, scan_records
 from openrlhf_ext.inputs import InputError
@@ -515,7 +515,7 @@ def test_parameters_are_counted_from_the_headers(weights):
     ],
 )
 def test_the_size_of_a_checkpoint(weights, load, words, bytes_each):
-    assert checkpoint_bytes(load(*words, "--ckpt.save_steps", "1")) == PARAMETERS * bytes_each
+    assert written_bytes(load(*words, "--ckpt.save_steps", "1"))[1] == PARAMETERS * bytes_each
 
 
 def test_a_disk_without_room_is_found_before_the_run(weights, problems, monkeypatch):

@@ -22,7 +22,7 @@ from openrlhf_ext.driver import experience
 from openrlhf_ext.driver.experience import ExperienceMaker, responses_of, rollout_batch, training_shards
 from openrlhf_ext.driver.gauges import recounted
 from openrlhf_ext.driver.rollouts import Group, Prompt
-from openrlhf_ext.driver.scoring import KLCoefficient, RewardScorer, Scorer, deal
+from openrlhf_ext.driver.scoring import KLCoefficient, Scorer, deal
 from openrlhf_ext.megatron.step.batch import SequenceBatch, sequence_batch
 from openrlhf_ext.options.sections import Actor
 from openrlhf_ext.ranks.movement import check_gauges
@@ -225,7 +225,7 @@ def test_a_reward_model_grades_completions_that_have_no_grade() -> None:
     """The grade is of the whole sequence, and everything that reads a reward gets it; the group's does not change."""
     made = maker(KLCoefficient(0.5))
     ends = LocalGroup(2, 1, forward=lambda batch: batch.lengths_B.float().numpy() - 4)  # one token was added
-    made.reward = RewardScorer(Scorer(ends, "forward"))
+    made.reward = Scorer(ends, "forward")
     groups = [
         Group(group.prompt, [dataclasses.replace(one, reward=None, score=None) for one in group.responses])
         for group in (graded(1), graded(0))

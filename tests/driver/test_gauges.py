@@ -11,6 +11,7 @@ import torch
 
 from openrlhf_ext.algorithms import RolloutBatch, get_algorithm, segments
 from openrlhf_ext.algorithms.segments import Segments
+from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import gauges
 from openrlhf_ext.driver.gauges import (
     DEFAULT_BAND,
@@ -35,7 +36,7 @@ from openrlhf_ext.megatron.model.flops import ForwardFlops
 from openrlhf_ext.megatron.model.shape import ModelShape
 from openrlhf_ext.ranks.movement import Moved
 from openrlhf_ext.ranks.timers import RankReport
-from openrlhf_ext.reporting import is_documented
+from openrlhf_ext.reporting import EventLog, is_documented
 from openrlhf_ext.rewards.grading import FAILED_KEY
 from tests.driver.simulated import response
 from tests.driver.test_experience import GROUP, make_batch
@@ -211,7 +212,7 @@ def test_a_step_is_measured_and_its_slowest_rank_named_once(monkeypatch, caplog)
     h100 = "NVIDIA H100 80GB HBM3"
     monkeypatch.setattr(gauges, "call_ranks", lambda group, who, method, timeout_s: group)
     batch = masked_batch([torch.arange(4), torch.arange(3)], [torch.tensor([0, 1, 1]), torch.tensor([1, 1])])
-    step = StepGauges([], shape, epochs=1, peak=None, bf16=True, timeout_s=1.0)
+    step = StepGauges([], shape, RunConfig(), EventLog())
     with caplog.at_level(logging.WARNING, logger=gauges.__name__):
         for slowest in (1, 0, 1):
             step.policy = [report(rank, 9.0 if rank == slowest else 1.0, device=h100) for rank in (0, 1)]

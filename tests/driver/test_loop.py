@@ -23,7 +23,8 @@ from openrlhf_ext.config import RunConfig
 from openrlhf_ext.driver import data, job
 from openrlhf_ext.driver.evaluation import HeldOut
 from openrlhf_ext.driver.experience import Experience
-from openrlhf_ext.driver.gauges import StepJudge
+from openrlhf_ext.driver.gauges import StepJudge, StepProfiler
+from openrlhf_ext.driver.guard import Guard
 from openrlhf_ext.driver.loop import TrainingLoop
 from openrlhf_ext.driver.progress import Progress
 from openrlhf_ext.driver.rollouts import Group, PromptStream, Rollouts, all_prompts
@@ -84,7 +85,8 @@ class World:
             deadline=deadline,
             recorder=SimpleNamespace(
                 progress=SimpleNamespace(total_steps=3),
-                last_evaluation=-1, step=self.record, evaluation=self.evaluated, events=EventLog(), samples=None,
+                last_evaluation=-1, step=self.record, evaluation=self.evaluated, events=EventLog(),
+                samples=SimpleNamespace(groups_due=lambda step: None),
                 writer=SimpleNamespace(write=lambda *record: self.told.append(record)),
                 repeat_from=lambda step, dropped: self.told.append(f"repeat from {step}, {dropped['skipped']} skipped"),
             ),
@@ -92,12 +94,17 @@ class World:
             judge=StepJudge(config),
             progress=Progress(6, config.rollout.batch_size),
             held_out=[held_out()],
+            tokenizer=SimpleNamespace(batch_decode=lambda tokens: [""] * len(tokens)),
+            guard=Guard(),
+            profiler=StepProfiler(self, config, 3, EventLog()),
             checkpointer=SimpleNamespace(
                 after_step=self.save, finish=lambda: self.told.append("finish"), poll=lambda: None,
                 save_before_the_end=lambda state, timeout_s: self.saved_last.append((state, timeout_s)),
                 go_back=self.go_back,
             ),
         )  # fmt: skip
+        self.loop.ledger = SimpleNamespace(append=lambda line: None, keep=lambda keep: None, close=lambda: None)
+        self.loop.repeats = SimpleNamespace(add=lambda entries: 0, read=lambda: None)
 
     def tell(self, what: str) -> None:
         self.told.append(what)
@@ -413,7 +420,8 @@ class Streaming(World):
 
 def test_an_evaluation_beside_training_is_of_one_version_and_no_part_of_a_step() -> None:
     world = Streaming()
-    world.loop.checkpointer, world.loop.step, world.loop._ended = None, 1, time.perf_counter()
+    world.loop.checkpointer.after_step = lambda *_: None
+    world.loop.step, world.loop._ended = 1, time.perf_counter()
     world.loop.evaluate_and_save()
     assert len(world.evaluations()) == 2 and world.counted == [], "asked for, and training goes on"
     ended = world.loop._ended
@@ -430,7 +438,7 @@ def test_an_evaluation_of_two_versions_is_an_error_unless_an_engine_was_replaced
 ) -> None:
     for replaced in (False, True):
         world = Streaming()
-        world.loop.checkpointer = None
+        world.loop.checkpointer.after_step = lambda *_: None
         world.loop.evaluate_and_save()
         world.requests.version = 1
         world.requests.finish(*world.evaluations())
@@ -492,11 +500,11 @@ def half_loop(requests: Requests) -> TrainingLoop:
     """A loop with what its state consists of."""
     stream = PromptStream(Loader(20), episodes=2)
     how = options(max_staleness=1, filter_range=(0.2, 2.0), guide_samples=1)
-    others = dict.fromkeys(("policy", "supervisor", "sharing", "gauges"))
+    unused = ("policy", "supervisor", "sharing", "gauges", "held_out", "tokenizer", "checkpointer", "profiler", "guard")
     return TrainingLoop(
         config=how, rollouts=Rollouts(stream, requests, how, Deadline()), experience=Maker(), deadline=Deadline(),
         step=7, initial_entropy=0.61, judge=StepJudge(how), progress=Progress(40, how.rollout.batch_size),
-        recorder=SimpleNamespace(last_evaluation=6), **others,
+        recorder=SimpleNamespace(last_evaluation=6), **dict.fromkeys(unused),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from openrlhf_ext.config import ConfigError, load_config
-from openrlhf_ext.driver import placement, processes
+from openrlhf_ext.driver import processes
 from openrlhf_ext.driver.preflight import findings
 from openrlhf_ext.driver.processes import AuxiliaryModels
 from openrlhf_ext.driver.settings import (
@@ -134,7 +134,7 @@ def test_a_reward_model_is_laid_out_as_the_policy_and_the_critic_starts_from_it(
     assert (settings.layout.tensor_parallel_size, settings.layout.data_parallel_size) == (2, 2)
     assert settings.optimizer is None and (settings.value_head, settings.normalize_values) == ("head", True)
     assert critic.model_path == settings.model_path == str(task.folder / "policy") and critic.normalize_values
-    scorer = AuxiliaryModels(reward=OWN).experience_parts(config, policy=POLICY)["reward"].values
+    scorer = AuxiliaryModels(reward=OWN).experience_parts(config, policy=POLICY)["reward"]
     assert (scorer.group, scorer.method) == (OWN, "forward")
 
 
@@ -199,7 +199,7 @@ def test_nothing_that_starts_may_wait_longer_than_the_parent_was_told(monkeypatc
     waited: dict[str, float] = {}
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(placement, "reserve", lambda count, limit_s, what, shared=False: waited.update({what: limit_s}))
+    monkeypatch.setattr(processes, "reserve", lambda count, limit_s, what, shared=False: waited.update({what: limit_s}))
     monkeypatch.setattr(launch, "wait_until_ready", lambda engines, limit_s, name: waited.update({name: limit_s}))
     monkeypatch.setattr(processes, "_start_ranks", lambda *_: None)
     monkeypatch.setattr(Deadline, "get", lambda _, references: references)  # Ray would start by itself, and stay

@@ -162,7 +162,7 @@ class Saved:
 
         strategy, tokenizer = open_tokenizer(self.config)
         prompts = load_data(self.config, tokenizer)[0].fingerprint
-        checkpointer = job.build_checkpointer(self.config, dict.fromkeys(models, call), prompts)
+        checkpointer = job.build_checkpointer(self.config, dict.fromkeys(models, call), prompts, EventLog())
         checkpointer.save(3, {"step": 3}, {})
         self.folder = checkpointer.store.path_of(3)
 

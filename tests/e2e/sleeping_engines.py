@@ -11,14 +11,13 @@ import ray
 
 from openrlhf_ext.cli.train_ppo_ray import main
 from openrlhf_ext.driver import job
-from openrlhf_ext.driver.guard import Guard
 
 build_loop = job.build_loop
 
 
-def sabotaged(config: Any, parts: job.Parts, guard: Guard) -> Any:
+def sabotaged(config: Any, parts: job.Parts) -> Any:
     """The job's loop, which does the harm right before it trains, when the engines sleep."""
-    loop = build_loop(config, parts, guard)
+    loop = build_loop(config, parts)
     train = loop.train
 
     def harm_and_train(shards: list) -> dict:

@@ -109,7 +109,7 @@ folder = Path(sys.argv[1])
 logging.basicConfig(level=logging.INFO, handlers=[TerminalHandler()])
 config = RunConfig(logger={"metrics_path": str(folder / "metrics.jsonl"), "figure_path": str(folder / "figure.png")})
 with EventLog(folder / "events.jsonl") as events:
-    recorder = Recorder(config, 9, events=events)
+    recorder = Recorder(config, 9, 0, events)
     for step in range(1, 5):
         logging.info("before step %d", step)
         recorder.write(step, {"reward/mean": 1.0})

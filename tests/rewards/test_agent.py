@@ -4,13 +4,14 @@ import asyncio
 import pickle
 import re
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from openrlhf_ext.compat import AgentExecutorBase
-from openrlhf_ext.rewards.agent import GradedAgentExecutor, load_agent, make_agent_executor, try_agent
+from openrlhf_ext.rewards.agent import GradedAgentExecutor, agent_executor, load_agent, try_agent
 from openrlhf_ext.rewards.grading import FailurePolicy, RewardFailureLimit, RewardImportError
 from openrlhf_ext.rollout.response import GroupRequest, Sampling
 from tests.patience import PATIENCE_S
@@ -23,7 +24,7 @@ class AgentExecutor(AgentExecutorBase):
 """
 
 DECORATED_AGENT = """
-from functools import wraps
+from functools import partial, wraps
 from openrlhf_ext.compat import AgentExecutorBase
 def logged(function):
     return wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
@@ -169,7 +170,7 @@ def test_an_agent_file_must_define_an_executor(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must define a class AgentExecutor"):
         load_agent(path)
     path.write_text(AGENT_FILE)
-    factory = pickle.loads(pickle.dumps(make_agent_executor(str(path), 1.0, 0, 0.0)))
+    factory = pickle.loads(pickle.dumps(partial(agent_executor, str(path), 1.0, 0, 0.0)))
     assert isinstance(factory(), GradedAgentExecutor)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from vllm import SamplingParams
 
-from openrlhf_ext.rewards.agent import make_agent_executor
+from openrlhf_ext.rewards.agent import agent_executor
 from openrlhf_ext.rollout.engine import RolloutEngine
 from openrlhf_ext.rollout.response import GroupRequest, Response
 from openrlhf_ext.rollout.sync.plan import Receipt
@@ -133,7 +133,7 @@ class SabotagedEngine(RolloutEngine):
 
     async def episodes(self, agent: str, request: GroupRequest) -> list[Response]:
         """Of an agent's file."""
-        return await make_agent_executor(agent, PATIENCE_S, 0, 0.0)().respond(request, self._tokenizer, self)
+        return await agent_executor(agent, PATIENCE_S, 0, 0.0).respond(request, self._tokenizer, self)
 
     async def batch_limits(self) -> tuple[int, int]:
         scheduler = self.llm._engine.vllm_config.scheduler_config

@@ -13,6 +13,7 @@ from openrlhf_ext.checkpoints import CheckpointError, CheckpointStore, check_fil
 from openrlhf_ext.checkpoints.files import read_plain
 from openrlhf_ext.checkpoints.store import write_receipt
 from openrlhf_ext.driver.job import build_checkpointer
+from openrlhf_ext.reporting import EventLog
 from openrlhf_ext.run import checkpoints
 from openrlhf_ext.run.checkpoints import Checkpointer
 from tests.driver.simulated import run_config
@@ -65,7 +66,7 @@ def ranks() -> Ranks:
 
 def make(folder: Path, ranks: Ranks, fp8: dict | None = None, **ckpt: Any) -> Checkpointer:
     given = {"path": str(folder), "save_steps": 2, "max_num": 2, **ckpt}
-    return build_checkpointer(run_config(ckpt=given, fp8=fp8 or {}), {"policy": ranks.answer}, "p")
+    return build_checkpointer(run_config(ckpt=given, fp8=fp8 or {}), {"policy": ranks.answer}, "p", EventLog())
 
 
 def steps(folder: Path) -> list[str]:

@@ -22,8 +22,9 @@ from openrlhf_ext.options.table import table_of
 from openrlhf_ext.reporting import EventLog, MetricsWriter
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.run.corridor import CorridorLeft, Watch, bands_of, make_corridor, read_corridor, recipe, written
-from openrlhf_ext.run.records import Recorder, StepRecorder
+from openrlhf_ext.run.records import Recorder
 from tests.e2e.jobs import Task
+from tests.run.test_records import recorder_of
 
 STEPS = 4
 
@@ -178,7 +179,7 @@ def test_what_belongs_to_deadlines_machine_and_layout_may_differ(task, corridor,
 
 def test_a_run_compares_its_steps(task, corridor, caplog):
     config = config_of(task, train__corridor=corridor, logger__metrics_path=task.folder / "watched/metrics.jsonl")
-    recorder = Recorder(config, STEPS)
+    recorder = Recorder(config, STEPS, 0, EventLog())
     with caplog.at_level(logging.WARNING):
         recorder.write(1, record(random.Random(3), 1))
         recorder.write(2, {**record(random.Random(4), 2), "grad_norm": 7.0})
@@ -192,7 +193,7 @@ def test_evaluations_are_compared_and_steps_lack_nothing_of_them(task, tmp_path)
     path, draw = tmp_path / "evaluated.json", random.Random(3)
     path.write_text(written(make_corridor(runs)))
     more = {"train__corridor": path, "train__corridor_action": "fail"}
-    recorder = StepRecorder(config_of(task, logger__metrics_path=tmp_path / "watched/metrics.jsonl", **more), STEPS)
+    recorder = recorder_of(config_of(task, logger__metrics_path=tmp_path / "watched/metrics.jsonl", **more), STEPS)
     recorder.write(2, record(draw, 2))
     recorder.evaluation(2, evaluated(draw))
     recorder.evaluation(3, {**evaluated(draw), "eval/accuracy": 0.9})  # the trusted runs have none there
@@ -281,7 +282,7 @@ def test_an_evaluation_is_compared_with_evaluations_and_a_step_with_steps(task, 
     assert found.left(2, {"eval/accuracy": 0.51, "time/eval": 9.0}) == []
     assert [left.metric for left in found.left(2, {"eval/accuracy": 0.1, "time/eval": 9.0})] == ["eval/accuracy"]
     config = config_of(task, train__corridor=path, logger__metrics_path=tmp_path / "watched/metrics.jsonl")
-    recorder = StepRecorder(config, STEPS)
+    recorder = recorder_of(config, STEPS)
     with caplog.at_level(logging.WARNING):
         recorder.write(2, record(random.Random(3), 2))
         assert not caplog.records

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.reporting import EventLog, read_metrics
@@ -17,10 +18,18 @@ def config(folder: Path, **sections: dict) -> RunConfig:
     return RunConfig(logger=paths, **sections)
 
 
+def recorder_of(
+    config: RunConfig, steps: int, resume_step: int = 0, events: EventLog | None = None, title: str = ""
+) -> StepRecorder:
+    """One that keeps no completions."""
+    samples = SimpleNamespace(close=lambda: None)
+    return StepRecorder(config, steps, resume_step, events or EventLog(), title, 0, samples)
+
+
 def test_emulated_fp8_stands_in_every_line_and_record(tmp_path, capsys, caplog):
     label = "FP8 blockwise e4m3 fp32, EMULATED"
     fp8 = {"enable": True, "emulate": True, "format": "e4m3"}
-    recorder = StepRecorder(config(tmp_path, fp8=fp8), 2, title="grpo, toy")
+    recorder = recorder_of(config(tmp_path, fp8=fp8), 2, title="grpo, toy")
     engines = [{"generation_s": 1.0, "exposed_grading_s": 0.0}]
     names = ("accuracy", "accuracy_stderr", "score_mean", "score_mean_stderr", "samples")
     evaluation = {f"eval/{name}": 1.0 for name in names}
@@ -41,7 +50,7 @@ def test_a_figure_that_cannot_be_drawn_is_one_line_and_costs_the_run_nothing(tmp
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr("matplotlib.backends.backend_agg.FigureCanvasAgg.print_png", full)
-    recorder = StepRecorder(config(tmp_path), 1)
+    recorder = recorder_of(config(tmp_path), 1)
     recorder.step(1, {"time/step": 2.0, "tokens/generated": 10.0}, [{"generation_s": 1.0, "exposed_grading_s": 0.0}])
     recorder.close()
     assert caplog.messages.count(caplog.messages[0]) == 2, "by the thread and at the end"
@@ -59,7 +68,7 @@ def test_groups_that_were_dropped_or_late_are_events_of_their_step(tmp_path):
     for resume_step in (0, 10):
         path = tmp_path / f"events{resume_step}.jsonl"
         with EventLog(path) as events:
-            recorder = StepRecorder(config(tmp_path), 4, resume_step, events)
+            recorder = recorder_of(config(tmp_path), 4, resume_step, events)
             for events.step, (filtered, late, trained_late) in enumerate(gone, start=resume_step + 1):
                 counts = {"groups/dropped_filtered": filtered, "groups/dropped_late": late}
                 logs = {"time/step": 2.0, "tokens/generated": 10.0, "groups/trained_late": trained_late, **counts}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms import Inputs, LossBatch, TokenAlgorithm, register_algorithm
-from openrlhf_ext.algorithms.group_advantage import group_relative
+from openrlhf_ext.algorithms import LossBatch, TokenAlgorithm, register_algorithm
+from openrlhf_ext.algorithms.group_advantage import GroupRelative
 from openrlhf_ext.algorithms.option_blocks import (
     AggregationOptions,
     ClipIntervalOptions,
@@ -29,7 +27,7 @@ class CispoOptions(GroupOptions, ClipIntervalOptions, KLOptions, AggregationOpti
 
 
 @register_algorithm("cispo", CispoOptions)
-class Cispo(TokenAlgorithm):
+class Cispo(GroupRelative, TokenAlgorithm):
     """CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is clipped as a constant weight, so that every token keeps its
     gradient. The paper has no lower bound (`clip_low` 1) and gives no number for the upper one.
 
@@ -38,11 +36,7 @@ class Cispo(TokenAlgorithm):
         J = 1/(sum_i T_i) sum_i sum_t v_it A_i new_it                   eq. 4
     """
 
-    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
-    tokenwise: ClassVar[bool] = True
-
-    def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        return group_relative(self, inputs)
+    tokenwise = True
 
     def surrogate(self, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor]:
         low, high = self.options.clip_low, self.options.clip_high

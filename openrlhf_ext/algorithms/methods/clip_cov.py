@@ -7,16 +7,15 @@ Shape suffixes: B = completions, N = tokens of all completions, n = candidates.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
-from openrlhf_ext.algorithms import Inputs, LossBatch, option, register_algorithm
+from openrlhf_ext.algorithms import LossBatch, option, register_algorithm
 from openrlhf_ext.algorithms.base import Total
 from openrlhf_ext.algorithms.covariance import CovarianceControl, CovarianceOptions, FlaggedTokens
-from openrlhf_ext.algorithms.group_advantage import group_relative
 from openrlhf_ext.algorithms.option_blocks import clip_high, clip_low
 from openrlhf_ext.options import Float, Int, Violation, Words
 
@@ -57,11 +56,8 @@ class ClipCov(CovarianceControl):
     Of the N tokens, k = max(1, int(cov_ratio N)) unclipped ones with cov_lb < cov_it < cov_ub are chosen at random.
     """
 
-    kl_places: ClassVar[tuple[str, ...]] = ("reward",)
-    tokenwise: ClassVar[bool] = True
-
-    def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        return group_relative(self, inputs)
+    kl_places = ("reward",)
+    tokenwise = True
 
     def choose(
         self, cov_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch, seed: int | None, total: Total

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-from openrlhf_ext.algorithms import Inputs, TokenAlgorithm, register_algorithm
-from openrlhf_ext.algorithms.group_advantage import group_relative
+from openrlhf_ext.algorithms import TokenAlgorithm, register_algorithm
+from openrlhf_ext.algorithms.group_advantage import GroupRelative
 from openrlhf_ext.algorithms.option_blocks import Degenerate, TokenGroupOptions, clip_high, degenerate
 from openrlhf_ext.options import Float
 
@@ -16,7 +14,7 @@ class DapoOptions(TokenGroupOptions):
 
 
 @register_algorithm("dapo", DapoOptions)
-class Dapo(TokenAlgorithm):
+class Dapo(GroupRelative, TokenAlgorithm):
     """DAPO (Yu et al., arXiv 2503.14476): GRPO's advantage, a mean over all tokens, a higher upper
     clip, and no groups without a signal.
 
@@ -24,8 +22,3 @@ class Dapo(TokenAlgorithm):
         J = 1/(sum_i T_i) sum_i sum_t f(w_it, A_i)                      eq. 8, token mean: eq. 12
         clip_high > clip_low (eq. 10); groups with 0 or G successes are dropped (eq. 11)
     """
-
-    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
-
-    def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        return group_relative(self, inputs)

@@ -7,12 +7,12 @@ Shape suffixes: B = completions, N = tokens of all completions, n = tokens of on
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from openrlhf_ext.algorithms import Inputs, TokenAlgorithm, option, register_algorithm
-from openrlhf_ext.algorithms.group_advantage import group_relative
+from openrlhf_ext.algorithms.group_advantage import GroupRelative
 from openrlhf_ext.algorithms.option_blocks import Degenerate, TokenGroupOptions, clip_high, degenerate
 from openrlhf_ext.options import Float
 
@@ -25,7 +25,7 @@ class EntropyAdvantageOptions(TokenGroupOptions):
 
 
 @register_algorithm("entropy_advantage", EntropyAdvantageOptions)
-class EntropyAdvantage(TokenAlgorithm):
+class EntropyAdvantage(GroupRelative, TokenAlgorithm):
     """Entropy-shaped advantage (Cheng et al., arXiv 2506.14758): uncertain tokens get a bonus that never turns the sign
     of the advantage. The formula is from a secondary description.
 
@@ -33,11 +33,10 @@ class EntropyAdvantage(TokenAlgorithm):
         J = 1/(sum_i T_i) sum_i sum_t f(w_it, A_it)
     """
 
-    needs: ClassVar[tuple[str, ...]] = ("entropies",)
-    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
+    needs = ("entropies",)
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        fields = group_relative(self, inputs)
+        fields = super().advantages(inputs)
         limit_B = (fields["seq_advantages"].abs() / self.options.ent_kappa).to(inputs.batch.float_dtype)
         live_B = inputs.part.live_B.to(limit_B.dtype)
         for block in inputs.segments.blocks():

@@ -6,8 +6,6 @@ J. Schulman et al., "High-Dimensional Continuous Control Using Generalized Advan
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from openrlhf_ext.algorithms import Inputs, option, register_algorithm
@@ -37,7 +35,7 @@ class Gae(ReturnAlgorithm):
     V is 0 after the last token.
     """
 
-    needs: ClassVar[tuple[str, ...]] = ("values",)
+    needs = ("values",)
 
     def returns(
         self, scores_B: Tensor, kl_N: Tensor | None, inputs: Inputs

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms import Inputs, LossBatch, SequenceAlgorithm, option, register_algorithm
-from openrlhf_ext.algorithms.group_advantage import group_relative
+from openrlhf_ext.algorithms import LossBatch, SequenceAlgorithm, option, register_algorithm
+from openrlhf_ext.algorithms.group_advantage import GroupRelative
 from openrlhf_ext.algorithms.losses import clipped_surrogate
 from openrlhf_ext.algorithms.option_blocks import Degenerate, GroupOptions, degenerate
 from openrlhf_ext.options import Float
@@ -20,7 +18,7 @@ class GmpoOptions(GroupOptions):
 
 
 @register_algorithm("gmpo", GmpoOptions)
-class Gmpo(SequenceAlgorithm):
+class Gmpo(GroupRelative, SequenceAlgorithm):
     """GMPO (Zhao et al., arXiv 2507.20673): the geometric mean of the token ratios, each clipped by itself, so that one
     token cannot carry a completion.
 
@@ -29,10 +27,7 @@ class Gmpo(SequenceAlgorithm):
         J = 1/G sum_i A_i exp(1/T_i sum_t c_it)                         eq. 4; the clip range of its sec. 3.2
     """
 
-    kl_places: ClassVar[tuple[str, ...]] = ("reward",)
-
-    def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        return group_relative(self, inputs)
+    kl_places = ("reward",)
 
     def objective(self, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor, Tensor]:
         segments, most = shaped.segments, self.options.log_clip

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-from openrlhf_ext.algorithms import Inputs, TokenAlgorithm, register_algorithm
-from openrlhf_ext.algorithms.group_advantage import group_relative
+from openrlhf_ext.algorithms import TokenAlgorithm, register_algorithm
+from openrlhf_ext.algorithms.group_advantage import GroupRelative
 from openrlhf_ext.algorithms.option_blocks import Aggregation, Degenerate, TokenGroupOptions, agg, degenerate
 
 
@@ -15,15 +13,10 @@ class GrpoOptions(TokenGroupOptions):
 
 
 @register_algorithm("grpo", GrpoOptions)
-class Grpo(TokenAlgorithm):
+class Grpo(GroupRelative, TokenAlgorithm):
     """GRPO (Shao et al., DeepSeekMath, arXiv 2402.03300): a completion's reward relative to its group is the advantage
     of all its tokens; mean over tokens, then over completions.
 
         A_i = (r_i - mean r)/(std r + adv_eps)                          sec. 4.1.2
         J = 1/G sum_i 1/T_i sum_t (f(w_it, A_i) - kl_coef k3_it)        eq. 3, k3 as in eq. 4
     """
-
-    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
-
-    def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        return group_relative(self, inputs)

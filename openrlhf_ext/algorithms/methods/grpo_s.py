@@ -9,7 +9,7 @@ Shape suffixes: B = completions, N = tokens of all completions, n = tokens of on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class GrpoS(SequenceAlgorithm):
     The rewards of v1 (T1 eq. 5) and v2 (T1 eq. 5, 17) are in `rewards`.
     """
 
-    needs: ClassVar[tuple[str, ...]] = ("entropies",)
+    needs = ("entropies",)
 
     @property
     def ratio_kind(self) -> str:

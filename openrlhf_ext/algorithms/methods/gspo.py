@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-from openrlhf_ext.algorithms import Inputs, SequenceAlgorithm, register_algorithm
-from openrlhf_ext.algorithms.group_advantage import group_relative
+from openrlhf_ext.algorithms import SequenceAlgorithm, register_algorithm
+from openrlhf_ext.algorithms.group_advantage import GroupRelative
 from openrlhf_ext.algorithms.option_blocks import ClipOptions, Degenerate, GroupOptions, clip_high, clip_low, degenerate
 from openrlhf_ext.options import Float
 
@@ -17,7 +15,7 @@ class GspoOptions(GroupOptions, ClipOptions):
 
 
 @register_algorithm("gspo", GspoOptions)
-class Gspo(SequenceAlgorithm):
+class Gspo(GroupRelative, SequenceAlgorithm):
     """GSPO (Zheng et al., arXiv 2507.18071): one ratio per completion, the geometric mean of its token ratios, clipped
     as a whole.
 
@@ -26,7 +24,4 @@ class Gspo(SequenceAlgorithm):
         J = 1/G sum_i f(s_i, A_i)                                       eq. 5
     """
 
-    kl_places: ClassVar[tuple[str, ...]] = ("reward",)
-
-    def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        return group_relative(self, inputs)
+    kl_places = ("reward",)

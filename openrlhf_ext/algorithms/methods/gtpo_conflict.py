@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -27,6 +27,7 @@ from openrlhf_ext.algorithms import (
     option,
     register_algorithm,
 )
+from openrlhf_ext.algorithms.base import Derived
 from openrlhf_ext.algorithms.conflict_mask import Spans, conflict_spans
 from openrlhf_ext.algorithms.group_advantage import group_advantages
 from openrlhf_ext.algorithms.groups import Groups, Partition, usable_rows
@@ -128,9 +129,9 @@ class GtpoConflict(TokenAlgorithm):
         J = 1/G sum_i 1/T_i sum_t lambda_it w_it A~_i                                       eq. 11
     """
 
-    needs: ClassVar[tuple[str, ...]] = ("entropies",)
+    needs = ("entropies",)
     # an extension: the paper trains without a KL, and the claim that none is needed can be tried
-    kl_places: ClassVar[tuple[str, ...]] = ("loss",)
+    kl_places = ("loss",)
 
     def partition(self, batch: RolloutBatch, groups: Groups) -> Partition:
         """Classes by the sign of A; no group is dropped or zeroed."""
@@ -210,7 +211,7 @@ class GtpoConflict(TokenAlgorithm):
             complete=True,
         )
 
-    def derived(self) -> dict[str, Callable[[LossBatch], Tensor]]:
+    def derived(self) -> Derived:
         return {
             "A_tilde": lambda shaped: shaped["seq_advantages"],
             "lambda": lambda shaped: (

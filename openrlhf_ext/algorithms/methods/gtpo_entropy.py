@@ -9,14 +9,15 @@ tokens of one block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import Inputs, LossBatch, TokenAlgorithm, option, register_algorithm
+from openrlhf_ext.algorithms.base import Derived
 from openrlhf_ext.algorithms.entropy_shaping import Classes, TokenShares, base_rewards, class_pools, make_cohorts
 from openrlhf_ext.algorithms.group_advantage import require_positive_std
 from openrlhf_ext.algorithms.groups import Moments
@@ -158,7 +159,7 @@ class GtpoEntropy(TokenAlgorithm):
     The rewards of v1 (T1 eq. 2), v1u (T1 eq. 11-12) and v2 (T1 eq. 2, 13) are in `reward`.
     """
 
-    needs: ClassVar[tuple[str, ...]] = ("entropies",)
+    needs = ("entropies",)
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         """Share -> reward -> pools -> advantage, for one cohort after the other."""
@@ -231,7 +232,7 @@ class GtpoEntropy(TokenAlgorithm):
         compares_groups = self.options.entropy_scope == "batch" and self.options.entropy_axis != "row"
         return compares_groups or self.options.norm_scope == "batch"
 
-    def derived(self) -> dict[str, Callable[[LossBatch], Tensor]]:
+    def derived(self) -> Derived:
         return {
             "Rpos": lambda shaped: self._rewards(shaped, ~shaped["inverted"]),
             "Rneg": lambda shaped: self._rewards(shaped, shaped["inverted"]),

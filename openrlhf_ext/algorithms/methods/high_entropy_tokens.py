@@ -8,14 +8,14 @@ Shape suffixes: B = completions, N = tokens of all completions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from openrlhf_ext.algorithms import Inputs, LossBatch, TokenAlgorithm, option, register_algorithm
-from openrlhf_ext.algorithms.group_advantage import group_relative
+from openrlhf_ext.algorithms.base import Derived
+from openrlhf_ext.algorithms.group_advantage import GroupRelative
 from openrlhf_ext.algorithms.option_blocks import (
     ClipOptions,
     Degenerate,
@@ -37,7 +37,7 @@ class HighEntropyTokensOptions(GroupOptions, ClipOptions, KLOptions, ScopeOption
 
 
 @register_algorithm("high_entropy_tokens", HighEntropyTokensOptions)
-class HighEntropyTokens(TokenAlgorithm):
+class HighEntropyTokens(GroupRelative, TokenAlgorithm):
     """DAPO on the share `top_rho` of tokens with the highest entropy (Wang et al., arXiv 2506.01939).
 
         tau = (1 - top_rho) quantile of H over all tokens of the mini-batch
@@ -46,11 +46,10 @@ class HighEntropyTokens(TokenAlgorithm):
     With `mask_denominator: all` (first version of the paper) the sum is divided by all tokens.
     """
 
-    needs: ClassVar[tuple[str, ...]] = ("entropies",)
-    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
+    needs = ("entropies",)
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        return {**group_relative(self, inputs), "exposed": {"entropies": inputs.batch.entropies}}
+        return {**super().advantages(inputs), "exposed": {"entropies": inputs.batch.entropies}}
 
     def loss_level(self, shaped: LossBatch) -> LossBatch:
         pool_N = None if bool(shaped.kept.all()) else shaped.segments.spread(shaped.kept)
@@ -68,7 +67,7 @@ class HighEntropyTokens(TokenAlgorithm):
             return torch.where(shaped.active, shaped.lengths, 0)
         return self.loss_tokens(shaped, loss_mask_N)
 
-    def derived(self) -> dict[str, Callable[[LossBatch], Tensor]]:
+    def derived(self) -> Derived:
         return {"token_mask": self._selected}
 
     def _selected(self, shaped: LossBatch) -> Tensor:

@@ -7,15 +7,13 @@ Shape suffixes: N = tokens of all completions.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms import Inputs, LossBatch, option, register_algorithm
+from openrlhf_ext.algorithms import LossBatch, option, register_algorithm
 from openrlhf_ext.algorithms.base import Total
 from openrlhf_ext.algorithms.covariance import CovarianceControl, CovarianceOptions, FlaggedTokens
-from openrlhf_ext.algorithms.group_advantage import group_relative
 from openrlhf_ext.algorithms.losses import clipped_surrogate
 from openrlhf_ext.algorithms.option_blocks import KLOptions
 from openrlhf_ext.algorithms.quantiles import order_statistic
@@ -49,11 +47,7 @@ class KLCov(CovarianceControl):
     Of the N tokens, k = max(1, int(cov_ratio N)) are chosen.
     """
 
-    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
-    tokenwise: ClassVar[bool] = True
-
-    def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        return group_relative(self, inputs)
+    tokenwise = True
 
     def choose(
         self, cov_N: Tensor, log_ratio_N: Tensor, shaped: LossBatch, seed: int | None, total: Total

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from openrlhf_ext.algorithms import Inputs, LossBatch, RolloutBatch, TokenAlgorithm, option, register_algorithm
 from openrlhf_ext.algorithms.base import MOST_LOGPROB
 from openrlhf_ext.algorithms.batch import check_values
-from openrlhf_ext.algorithms.group_advantage import group_relative
+from openrlhf_ext.algorithms.group_advantage import GroupRelative
 from openrlhf_ext.algorithms.losses import clipped_surrogate
 from openrlhf_ext.algorithms.methods.dapo import DapoOptions
 from openrlhf_ext.options import Float
@@ -36,15 +36,14 @@ class MixedPolicyOptions(DapoOptions):
 
 
 @register_algorithm("mixed_policy_dapo", MixedPolicyOptions)
-class MixedPolicyDapo(TokenAlgorithm):
+class MixedPolicyDapo(GroupRelative, TokenAlgorithm):
     """EXPERIMENTAL RECONSTRUCTION: DAPO with ratios to a guiding policy on its completions (a), and optionally a
     loss over groups without any success, guided by that policy (b).
     """
 
-    loss_inputs: ClassVar[tuple[str, ...]] = ("zero_group", "guide_logprobs")
-    reads_old: ClassVar[bool] = True
-    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
-    tokenwise: ClassVar[bool] = True
+    loss_inputs = ("zero_group", "guide_logprobs")
+    reads_old = True
+    tokenwise = True
 
     def inputs(self, batch: RolloutBatch) -> Inputs:
         guided = batch.from_guide is not None and bool(batch.from_guide.any())
@@ -57,7 +56,7 @@ class MixedPolicyDapo(TokenAlgorithm):
 
     def advantages(self, inputs: Inputs) -> dict[str, Any]:
         batch, groups = inputs.batch, inputs.groups
-        fields: dict[str, Any] = group_relative(self, inputs)
+        fields: dict[str, Any] = super().advantages(inputs)
         if batch.from_guide is not None and batch.guide_logprobs is not None:
             guided_N = batch.segments.spread(batch.from_guide)
             fields["old_logprobs"] = torch.where(guided_N, batch.guide_logprobs, batch["old_logprobs"])

@@ -6,7 +6,7 @@ gradient of the sampled tokens: Y. Gu et al., "MiniLLM", arXiv 2306.08543, witho
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from openrlhf_ext.algorithms import Inputs, RolloutBatch, TokenAlgorithm, option, register_algorithm
 from openrlhf_ext.algorithms.groups import Groups, Partition
@@ -30,9 +30,9 @@ class OnPolicyDistillation(TokenAlgorithm):
     In the mean over samples the gradient of J at w = 1 is that of `-KL(pi || pi_guide)` of each token's distribution.
     """
 
-    needs: ClassVar[tuple[str, ...]] = ("guide_logprobs",)
-    reads_old: ClassVar[bool] = True
-    kl_places: ClassVar[tuple[str, ...]] = ("loss",)
+    needs = ("guide_logprobs",)
+    reads_old = True
+    kl_places = ("loss",)
 
     def partition(self, batch: RolloutBatch, groups: Groups) -> Partition:
         return whole_batch(batch, groups)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms import Inputs, LossBatch, TokenAlgorithm, option, register_algorithm
-from openrlhf_ext.algorithms.group_advantage import group_relative
+from openrlhf_ext.algorithms import LossBatch, TokenAlgorithm, option, register_algorithm
+from openrlhf_ext.algorithms.group_advantage import GroupRelative
 from openrlhf_ext.algorithms.option_blocks import (
     Aggregation,
     AggregationOptions,
@@ -31,19 +29,15 @@ class SapoOptions(GroupOptions, KLOptions, AggregationOptions):
 
 
 @register_algorithm("sapo", SapoOptions)
-class Sapo(TokenAlgorithm):
+class Sapo(GroupRelative, TokenAlgorithm):
     """SAPO (Gao et al., arXiv 2511.20347): a smooth gate on each ratio in place of clipping.
 
-        A_i = (r_i - mean r)/(std r + adv_eps)
-        f(w) = 4/tau sigmoid(tau (w - 1)),  tau = tau_pos where A_i > 0, tau_neg elsewhere     eq. 6
-        J = 1/G sum_i 1/T_i sum_t f(w_it) A_i                           eq. 5
+    A_i = (r_i - mean r)/(std r + adv_eps)
+    f(w) = 4/tau sigmoid(tau (w - 1)),  tau = tau_pos where A_i > 0, tau_neg elsewhere     eq. 6
+    J = 1/G sum_i 1/T_i sum_t f(w_it) A_i                           eq. 5
     """
 
-    kl_places: ClassVar[tuple[str, ...]] = ("loss", "reward")
-    tokenwise: ClassVar[bool] = True
-
-    def advantages(self, inputs: Inputs) -> dict[str, Any]:
-        return group_relative(self, inputs)
+    tokenwise = True
 
     def surrogate(self, log_ratio_N: Tensor, shaped: LossBatch) -> tuple[Tensor, Tensor]:
         advantages_N, factor_N = shaped.advantages, self.factor(shaped)

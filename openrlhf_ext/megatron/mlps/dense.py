@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.megatron.mlps import MLP
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class DenseMLP(MLP):
     ffn_hidden_size: int
 
-    entries: ClassVar[dict[str, tuple[str, int]]] = {"ffn_hidden_size": ("intermediate_size", 2**20)}
-    parameters: ClassVar[dict[str, tuple[Any, ...]]] = {
+    entries = {"ffn_hidden_size": ("intermediate_size", 2**20)}
+    parameters = {
         "mlp.linear_fc1.weight": ("gate_up", ("ffn", "ffn"), "hidden"),
         "mlp.linear_fc1.layer_norm_weight": ("replicated", ("hidden",), None),
         "mlp.linear_fc2.weight": ("row", ("hidden",), "ffn"),
     }
-    names: ClassVar[dict[str, tuple[str, ...]]] = {
+    names = {
         "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
         "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
         "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),

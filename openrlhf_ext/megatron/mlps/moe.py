@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.megatron.mlps import MLP
 
@@ -32,21 +32,21 @@ class MoE(MLP):
     experts_per_token: int
     renormalizes: bool  # the weights of the chosen experts add up to 1
 
-    entries: ClassVar[dict[str, tuple[str, int]]] = {
+    entries = {
         "ffn_hidden_size": ("moe_intermediate_size", 2**20),
         "num_experts": ("num_experts", 2**12),
         "experts_per_token": ("num_experts_per_tok", 2**8),
     }
-    is_mixture: ClassVar[bool] = True
-    recompute_module: ClassVar[Literal["mlp", "moe"]] = "moe"
-    flags: ClassVar[dict[str, str]] = {"renormalizes": "norm_topk_prob"}
-    parameters: ClassVar[dict[str, tuple[Any, ...]]] = {
+    is_mixture = True
+    recompute_module = "moe"
+    flags = {"renormalizes": "norm_topk_prob"}
+    parameters = {
         "pre_mlp_layernorm.weight": ("replicated", ("hidden",), None),
         "mlp.router.weight": ("replicated", ("experts",), "hidden"),
         "mlp.experts.linear_fc1.weight{expert}": ("gate_up", ("ffn", "ffn"), "hidden"),
         "mlp.experts.linear_fc2.weight{expert}": ("row", ("hidden",), "ffn"),
     }
-    names: ClassVar[dict[str, tuple[str, ...]]] = {
+    names = {
         "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
         "mlp.router.weight": ("mlp.gate.weight",),
         "mlp.experts.linear_fc1.weight{expert}": (
@@ -143,17 +143,17 @@ class MoE(MLP):
 class SharedMoE(MoE):
     shared_ffn_hidden_size: int
 
-    entries: ClassVar[dict[str, tuple[str, int]]] = {
+    entries = {
         **MoE.entries,
         "shared_ffn_hidden_size": ("shared_expert_intermediate_size", 2**20),
     }
-    parameters: ClassVar[dict[str, tuple[Any, ...]]] = {
+    parameters = {
         **MoE.parameters,
         "mlp.shared_experts.gate_weight": ("replicated", ("one",), "hidden"),
         "mlp.shared_experts.linear_fc1.weight": ("gate_up", ("shared_ffn", "shared_ffn"), "hidden"),
         "mlp.shared_experts.linear_fc2.weight": ("row", ("hidden",), "shared_ffn"),
     }
-    names: ClassVar[dict[str, tuple[str, ...]]] = {
+    names = {
         **MoE.names,
         "mlp.shared_experts.linear_fc1.weight": (
             "mlp.shared_expert.gate_proj.weight",

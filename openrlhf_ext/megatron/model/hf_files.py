@@ -18,9 +18,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from openrlhf_ext.checkpoints.files import free_name, fsync_folder, write_durably, write_file
+from openrlhf_ext.checkpoints.files import fsync_folder, write_durably, write_file
 from openrlhf_ext.checkpoints.tensors import safetensors_chunks
-from openrlhf_ext.inputs import FILE_NAME, INNER_PATH, InputError, map_of, read_json, reading, shown
+from openrlhf_ext.inputs import FILE_NAME, INNER_PATH, InputError, free_name, map_of, read_json, reading, shown
 from openrlhf_ext.megatron.model.adapter import CONFIG, WEIGHTS
 from openrlhf_ext.megatron.model.folder import INDEX, SINGLE, require_tied_head
 from openrlhf_ext.megatron.model.shape import ModelShape

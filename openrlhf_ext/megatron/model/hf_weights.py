@@ -58,6 +58,8 @@ from openrlhf_ext.megatron.model.weight_map import (
 )
 from openrlhf_ext.megatron.watchdog import Gate, phase
 
+Value = Callable[[torch.nn.Parameter], Tensor]
+Reader = Callable[[int, Run], Tensor]
 _SUMMED_AT_ONCE = 1 << 22
 BUCKET_BYTES = 256 << 20
 """What a rank may hold above its shard while weights are loaded or exported."""
@@ -157,7 +159,7 @@ def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str 
     if problems:
         raise WeightMapError(f"{path}: {describe(problems)}")
 
-    def values(rule: Rule) -> Callable[[int, Run], Tensor] | None:
+    def values(rule: Rule) -> Reader | None:
         if not new_head.isdisjoint(rule.hf_names):
             return None
         return lambda tensor, run: checkpoint.read(rule.hf_names[tensor], rule.axis, run.start, run.stop)
@@ -168,7 +170,7 @@ def load_hf(chunks: Sequence[HiddenStateGPTModel], shape: ModelShape, path: str 
 def fill_rules(
     chunks: Sequence[HiddenStateGPTModel],
     shape: ModelShape,
-    values: Callable[[Rule], Callable[[int, Run], Tensor] | None],
+    values: Callable[[Rule], Reader | None],
 ) -> None:
     """Fills this rank's parameters with what ``values(rule)`` gives for entries of its HF tensors (``fill_shard``);
     None: the parameter stays."""
@@ -185,7 +187,7 @@ def parameters_of(chunk: HiddenStateGPTModel, shape: ModelShape) -> dict[str, to
     return {name: parameter for name, parameter in chunk.named_parameters() if is_of_adapter(name) == wanted}
 
 
-def _fill(parameter: Tensor, rule: Rule, read: Callable[[int, Run], Tensor], runs: list[Run]) -> None:
+def _fill(parameter: Tensor, rule: Rule, read: Reader, runs: list[Run]) -> None:
     most = max(1, BUCKET_BYTES * parameter.shape[rule.axis] // (4 * parameter.numel()))  # files hold at most fp32
     fill_shard(parameter.detach(), rule, [part for run in runs for part in run.split(most)], read)
 
@@ -219,7 +221,7 @@ class HFExporter:
         self,
         chunks: Sequence[HiddenStateGPTModel],
         ownership: Ownership,
-        value: Callable[[torch.nn.Parameter], Tensor] | None = None,
+        value: Value | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """The parameters of ``chunks`` are read at every export. ``value``: what to export of a parameter, of its shape

@@ -21,7 +21,6 @@ token.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -33,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf_ext.algorithms.segments import RowSelection, Segments, packed, unpacked
+from openrlhf_ext.algorithms.segments import Packed, RowSelection, Segments
 
 
 class Prompts(NamedTuple):
@@ -44,7 +43,7 @@ class Prompts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SequenceBatch:
+class SequenceBatch(Packed):
     """Concatenated sequences without padding, and where their response tokens are: in several ranges (of several turns)
     or in none. A response token at position p is predicted by the hidden state at p - 1.
 
@@ -62,12 +61,6 @@ class SequenceBatch:
 
     def __len__(self) -> int:
         return len(self.lengths_B)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {f.name: packed(getattr(self, f.name)) for f in dataclasses.fields(self)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({name: unpacked(value) for name, value in state.items()})
 
     @cached_property
     def sequences(self) -> Segments:
@@ -170,7 +163,7 @@ class LogprobEntropy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ValueTargets:
+class ValueTargets(Packed):
     """What the values of a mini-batch are trained towards: returns (fp32 advantages plus old values), with the old
     values around which new ones are clipped. ``segments``: which of the N response tokens are whose. ``tokens``:
     response tokens of the whole mini-batch, of which these rows may be a share."""
@@ -179,12 +172,6 @@ class ValueTargets:
     returns_N: Tensor
     segments: Segments
     tokens: Tensor
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: packed(value) for name, value in vars(self).items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({name: unpacked(value) for name, value in state.items()})
 
     def select(self, rows: RowSelection) -> ValueTargets:
         values_N, returns_N = (self.segments.take(x_N, rows) for x_N in (self.old_values_N, self.returns_N))
@@ -320,7 +307,12 @@ class TokenCount:
 
 
 def pack(
-    batch: SequenceBatch, shape: PackShape, *, first_row: int = 0, first_token: int = 0, context_parallel_rank: int = 0,
+    batch: SequenceBatch,
+    shape: PackShape,
+    *,
+    first_row: int = 0,
+    first_token: int = 0,
+    context_parallel_rank: int = 0,
     piece: int = 0,
 ) -> PackedBatch:
     """Packs the sequences of a micro-batch; ``first_row``, ``first_token``: rows and response tokens before it;

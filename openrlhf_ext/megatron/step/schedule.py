@@ -178,7 +178,8 @@ class TokenValues:
 
 
 # loss(part, hidden_NH) -> value to differentiate, number of tokens (unused, int), metrics to add up
-LossFunction = Callable[[PackedBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+PackLoss = tuple[Tensor, Tensor, dict[str, Tensor]]
+LossFunction = Callable[[PackedBatch, Tensor], PackLoss]
 
 
 class Schedule:
@@ -325,9 +326,7 @@ class Schedule:
             tokens, positions, None, packed_seq_params=packed_sequences(part, self.config.apply_rope_fusion), **dtype
         )
 
-    def _finish(
-        self, loss: LossFunction, part: PackedBatch, hidden: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _finish(self, loss: LossFunction, part: PackedBatch, hidden: Tensor) -> PackLoss:
         if not part.response_tokens:
             return self._nothing(hidden), one(self.device), {}
         return loss(part, self._model.response_states(hidden.squeeze(1), part))

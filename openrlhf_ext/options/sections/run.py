@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from openrlhf_ext.inputs import split_inputs
-from openrlhf_ext.options import Float, Int, Reason, Section, Violation, Words, added, not_yet, option
+from openrlhf_ext.options import Float, Int, Reason, Section, Violation, Words, added, not_yet, option, required
 
 _IMAGES: Reason = {"why": "only text models are built", "instead": "leave it out"}
 
@@ -210,6 +211,10 @@ class Records(Section):
     figure_path: str | None = added(None, "figure (PNG) of what is learned, rewritten as the run goes", path="output",
         default_text="<ckpt.output_dir>/training.png")
     verbose: bool = added(False, "show the logs of Ray and of the libraries")
+
+    def beside(self, name: str) -> Path:
+        """A file or folder of the run folder, in which metrics.jsonl is."""
+        return Path(required(self.metrics_path, "logger.metrics_path")).with_name(name)
 
 
 class Logger(Records):

@@ -56,10 +56,11 @@ _ENGINE = ("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_mib")
 _SAMPLE_ANSWER = map_with({"prompt": TEXT, "completion": TEXT, "score": NUMBER})
 _RESULT = {
     "accuracy": NUMBER, "standard_error": or_null(NUMBER), "prompts": INTEGER, "samples_per_prompt": INTEGER,
+    "score_mean": NUMBER,
 }  # fmt: skip
 _RESULT_MAYBE = {
     "benchmark": TEXT, "skipped_overlong": INTEGER,
-    "score_mean": NUMBER, "pass_at_k": map_of(NUMBER),
+    "pass_at_k": map_of(NUMBER),
     "majority_at_k": map_of(NUMBER), "sample_answers": list_of(_SAMPLE_ANSWER),
 }  # fmt: skip
 
@@ -157,11 +158,7 @@ class Request:
         value = decode(read_text(path), str(path))
         if isinstance(value, list) and len(value) == 1:  # results.json
             value = value[0]
-        found = check(value, str(path), _RESULT, _RESULT_MAYBE, "give a file of --json, or results.json of one task")
-        if "score_mean" not in found:  # of a version whose accuracy was the mean score; its pass@1 went by right ones
-            found["score_mean"] = found["accuracy"]
-            found["accuracy"] = found.get("pass_at_k", {}).get("1", found["accuracy"])
-        return found
+        return check(value, str(path), _RESULT, _RESULT_MAYBE, "give a file of --json, or results.json of one task")
 
     @property
     def protocol_note(self) -> str:

@@ -31,13 +31,12 @@ from openrlhf_ext.inputs import (
 )
 from openrlhf_ext.redaction import redacted
 from openrlhf_ext.reporting import METRICS, Metric, read_metrics
-from openrlhf_ext.reporting.lines import read_lines
+from openrlhf_ext.reporting.lines import Record, read_lines
 from openrlhf_ext.reporting.progress import SMOOTHED_FROM, moving_mean, smoothing_window
 from openrlhf_ext.reporting.starts import Start, starts_of
 from openrlhf_ext.run.ledger import LEDGER, Audit
 from openrlhf_ext.tools.explain.picture import Color, Palette, Quantity, ink_on
 
-Record = dict[str, Any]
 _ENDS = {"end": "finished", "failure": "failed", "interrupted": "interrupted"}
 _BEGINS = {"start", "restart", "resumed"}
 # what the page needs of the lines of events.jsonl and samples.jsonl, and what they may have
@@ -210,7 +209,7 @@ def write_page(runs: Sequence[Run], smooth: int | None = None, now: Callable[[],
     return template.replace("{{DATA}}", data.encode("utf-8", "replace").decode())
 
 
-def page_data(runs: Sequence[Run], smooth: int | None, now: Callable[[], float]) -> dict[str, Any]:
+def page_data(runs: Sequence[Run], smooth: int | None, now: Callable[[], float]) -> Record:
     longest = max((len(run.steps) for run in runs), default=0)
     window = smooth if smooth is not None else smoothing_window(longest)
     budget, names = _SAMPLED_TOKENS // len(runs), curve_names(runs)
@@ -225,7 +224,7 @@ def page_data(runs: Sequence[Run], smooth: int | None, now: Callable[[], float])
     }  # fmt: skip
 
 
-def _run(run: Run, window: int, now: float) -> dict[str, Any]:
+def _run(run: Run, window: int, now: float) -> Record:
     times = [record["time"] for record in (*run.records, *run.events) if "time" in record]
     steps, options = run.steps, run.start.get("options", {})
     due = next((event.get("steps") for event in reversed(run.events) if event["event"] == "ready"), None)
@@ -255,7 +254,7 @@ def _clock(run: Run) -> Points:
     return thinned(list(times), [seconds - begin for seconds in times.values()])
 
 
-def _first_and_last(run: Run, name: str, window: int) -> dict[str, Any] | None:
+def _first_and_last(run: Run, name: str, window: int) -> Record | None:
     """Means of the first and of the last values of a metric, which single steps would not tell; None without values.
 
     A held-out accuracy or mean score has its standard error instead.
@@ -312,9 +311,9 @@ def _key_curves(names: Sequence[str]) -> list[str]:
     return [name for name in keys if name in names]
 
 
-def _at_k(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _at_k(runs: Sequence[Run]) -> list[Record]:
     """pass@k and maj@k over k of each held-out set, in the first and in the last evaluation of each run."""
-    plots: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    plots: dict[tuple[str, str], list[Record]] = {}
     for number, run in enumerate(runs):
         points: dict[tuple[str, str], dict[int, Points]] = {}  # of each plot, by step
         for record in run.records:
@@ -335,7 +334,7 @@ def _at_k(runs: Sequence[Run]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _chart(name: str, runs: Sequence[Run], window: int) -> dict[str, Any]:
+def _chart(name: str, runs: Sequence[Run], window: int) -> Record:
     metric = _metric_of(name)
     return {
         "name": name, "level": _LEVELS.get(name), "unit": metric.unit if metric else "",
@@ -344,7 +343,7 @@ def _chart(name: str, runs: Sequence[Run], window: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _line(run: Run, name: str, window: int) -> dict[str, Any]:
+def _line(run: Run, name: str, window: int) -> Record:
     """A curve's points; where the run tells their standard errors, these instead of a moving mean."""
     present = [record for record in run.records if name in record]
     steps, values = [record["step"] for record in present], [record[name] for record in present]
@@ -387,7 +386,7 @@ def _number(value: float) -> float | None:
 # ---- phases, ranks --------------------------------------------------------------------------------------------------
 
 
-def _phases(run: Run) -> dict[str, Any]:
+def _phases(run: Run) -> Record:
     """Mean seconds of each phase in up to ``BUCKETS`` parts of the run, and over all of it."""
     steps = run.steps
     busy = [sum(step.get(f"time/{phase}", 0.0) for phase in _PHASES) for step in steps]
@@ -405,7 +404,7 @@ def _phases(run: Run) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _ranks(run: Run) -> list[dict[str, Any]]:
+def _ranks(run: Run) -> list[Record]:
     """Peak memory and own time by rank, from the last record that has them."""
     last = next((r for r in reversed(run.records) if any(n.startswith("rank/0/") for n in r)), {})
     parts = (name.split("/") for name in last if name.startswith("rank/"))
@@ -420,7 +419,7 @@ def _ranks(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def _profile(run: Run) -> list[dict[str, Any]]:
+def _profile(run: Run) -> list[Record]:
     shown = ("step", "rank", "seconds", "wall", "trace", "host")
     return [{k: e[k] for k in shown if k in e} for e in run.events if e["event"] == "profile"]
 
@@ -428,7 +427,7 @@ def _profile(run: Run) -> list[dict[str, Any]]:
 # ---- events, options ------------------------------------------------------------------------------------------------
 
 
-def _events(run: Run) -> dict[str, Any]:
+def _events(run: Run) -> Record:
     """Events to be listed, newest last; groups that were dropped or late are many, and are added up."""
     listed = [event for event in run.events if event["event"] not in _COUNTED]
     counts: dict[str, int] = {}
@@ -479,7 +478,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 2000 else text[:2000] + " ..."
 
 
-def _options(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _options(runs: Sequence[Run]) -> list[Record]:
     options = [run.start.get("options", {}) for run in runs]
     given = [set(run.start.get("set", ())) for run in runs]
     rows = []
@@ -493,7 +492,7 @@ def _options(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return rows
 
 
-def _facts(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _facts(runs: Sequence[Run]) -> list[Record]:
     rows = []
     for part in ("layout", "hardware", "versions"):
         facts = [run.start.get(part, {}) for run in runs]
@@ -511,7 +510,7 @@ def _fact(value: Any) -> str:
 # ---- completions ----------------------------------------------------------------------------------------------------
 
 
-def _samples(run: Run, budget: int) -> dict[str, Any]:
+def _samples(run: Run, budget: int) -> Record:
     """Groups of completions of as many steps as the budget of tokens holds: the last one, the first, some between."""
     by_step: dict[int, list[Record]] = {}
     for sample in run.samples:
@@ -531,14 +530,14 @@ def _samples(run: Run, budget: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _groups(samples: Sequence[Record]) -> list[dict[str, Any]]:
+def _groups(samples: Sequence[Record]) -> list[Record]:
     by_group: dict[str, list[Record]] = {}
     for sample in samples:
         by_group.setdefault(str(sample["group"]), []).append(sample)
     return [_group(name, group) for name, group in by_group.items()]
 
 
-def _group(name: str, samples: Sequence[Record]) -> dict[str, Any]:
+def _group(name: str, samples: Sequence[Record]) -> Record:
     written = [sample.get("environment", [])[:_COMPLETION_TOKENS] for sample in samples]
     quantities = {}
     for key, scale in (("entropies", "amount"), ("advantages", "signed")):
@@ -570,7 +569,7 @@ def _label(value: Any) -> str | None:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _colored(key: str, scale: Any, rows: Sequence[Sequence[float | None]]) -> dict[str, Any]:
+def _colored(key: str, scale: Any, rows: Sequence[Sequence[float | None]]) -> Record:
     """Numbers of a group's tokens with their colors: of each the place in a list of backgrounds and inks."""
     values = tuple(tuple(value for value in row if value is not None) for row in rows)
     palette = Palette(Quantity(key, "", scale, values))

@@ -39,9 +39,9 @@ def test_before_and_after(arguments: list[str], tmp_path: Path, capsys: pytest.C
 def test_accuracy_is_the_share_of_right_ones_and_the_mean_score_stands_beside_it(
     arguments: list[str], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Half a point for everything is no right answer; so it is in a result of a version that called it accuracy."""
+    """Half a point for everything is no right answer."""
     (tmp_path / "half.py").write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': 0.5}\n")
-    old = {"accuracy": 0.5, "standard_error": 0.0, "prompts": 8, "samples_per_prompt": 2, "pass_at_k": {"1": 0.0}}
+    old = {"accuracy": 0.0, "standard_error": 0.0, "score_mean": 0.5, "prompts": 8, "samples_per_prompt": 2}
     (tmp_path / "old.json").write_text(json.dumps(old))
     half = [*arguments, "--reward", str(tmp_path / "half.py"), "--compare", str(tmp_path / "old.json")]
     assert main([*half, "--min_gain", "0"]) == 0
@@ -117,7 +117,9 @@ def test_unmet_requirements_exit_with_1_and_say_so(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = tmp_path / "before.json"
-    before.write_text('{"accuracy": 0.9, "standard_error": 0.01, "prompts": 8, "samples_per_prompt": 2}')
+    before.write_text(
+        '{"accuracy": 0.9, "standard_error": 0.01, "score_mean": 0.9, "prompts": 8, "samples_per_prompt": 2}'
+    )
     assert main([*arguments, "--compare", str(before), "--min_gain", "0.25", "--expect_accuracy", "3"]) == 1
     complaints = capsys.readouterr().err
     assert "--min_gain asks for 25.0" in complaints and "standard errors away from --expect_accuracy" in complaints
