@@ -55,7 +55,9 @@ def shown(value: Any) -> str:
 def shortened(text: str, most: int = 3000) -> str:
     """A message without its middle, if it is longer: whatever it echoes may be of any length."""
     half = most // 2
-    return text if len(text) <= most else f"{text[:half]} ... ({len(text) - most} left out) ... {text[-half:]}"
+    if (left_out := len(text) - most) <= 0:
+        return text
+    return f"{text[:half]} ... ({left_out} characters left out) ... {text[-half:]}"
 
 
 def require_one_beginning(tokenizer: Any, texts: Sequence[Sequence[int]], where: str) -> None:

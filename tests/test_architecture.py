@@ -42,7 +42,7 @@ RULES = {
     ),
     "rollout": ({"compat", "fp8", "imports", "options", "patches", "stores"}, {"megatron", "openrlhf", "pydantic"}),
     "rewards": (
-        {"compat", "options", "redaction", "rollout", "user_code"},
+        {"compat", "inputs", "options", "redaction", "rollout", "user_code"},
         {"megatron", "openrlhf", "vllm", "ray", "pydantic"},
     ),
     "reporting": ({"inputs", "outputs", "redaction"}, HEAVY),

@@ -90,10 +90,8 @@ def _prompt_violations(config: RunConfig) -> Iterator[Violation]:
         counts: list[int | None] = []
         yield from _dataset_violations("data.prompt_dataset", data.prompt_dataset, data.prompt_split, wanted, counts)
         yield from _prompt_count_violations(counts, data.max_samples, config.rollout.batch_size)
-        yield from _split_violations("data.prompt_split", data.prompt_split, "data.prompt_dataset", data.prompt_dataset)
     if config.eval.paths is not None:
         yield from _dataset_violations("eval.dataset", config.eval.paths, config.eval.split, wanted, [])
-        yield from _split_violations("eval.split", config.eval.split, "eval.dataset", config.eval.paths)
 
 
 def example_violations(config: SupervisedConfig) -> Iterator[Violation]:
@@ -110,12 +108,10 @@ def example_violations(config: SupervisedConfig) -> Iterator[Violation]:
         yield Violation(("data.multiturn", "data.output_key"),
             f"data.multiturn reads whole chats of data.input_key: leave data.output_key {data.output_key} out")
     wanted = wanted_examples(config)
-    of = (("data.dataset", data.dataset, "data.dataset_split", data.dataset_split),
-          ("eval.dataset", config.eval.dataset, "eval.split", config.eval.split))
-    for option, datasets, split_option, split in of:
-        if datasets is not None:
-            yield from _dataset_violations(option, datasets, split, wanted, [])
-            yield from _split_violations(split_option, split, option, datasets)
+    if data.dataset is not None:
+        yield from _dataset_violations("data.dataset", data.dataset, data.dataset_split, wanted, [])
+    if config.eval.dataset is not None:
+        yield from _dataset_violations("eval.dataset", config.eval.dataset, config.eval.split, wanted, [])
 
 
 def wanted_examples(config: SupervisedConfig) -> Wanted:
@@ -152,15 +148,6 @@ def _dataset_violations(
             counts[-1] = scan.records if not scan.faults else None
 
 
-def _split_violations(option: str, split: str | None, dataset_option: str, value: str) -> Iterator[Violation]:
-    """A data file is one split, which the reader calls train; what splits a folder or a hub name has is seen later."""
-    for dataset in dataset_refs(value):
-        if split not in ("train", None) and dataset.is_file:
-            yield Violation((option, dataset_option),
-                f"{option} must be train for a data file, which has no other split: got {split!r} and {dataset.path}; "
-                f"leave {option} out")
-
-
 def _prompt_count_violations(counts: Sequence[int | None], max_samples: int, prompts: int) -> Iterator[Violation]:
     """There are prompts for one batch of rollouts, where all datasets are files."""
     known = [count for count in counts if count is not None]
@@ -193,11 +180,7 @@ def _record_violations(option: str, path: str, scan: Scan, wanted: Wanted) -> It
                 f"{path} has {', '.join(scan.keys) or 'no keys'}")
     if missing:  # every record would be complained about
         return
-    if isinstance(scan.first_prompt, list) and not wanted.chat:
-        yield Violation((option, "data.input_key", "data.apply_chat_template"),
-            f"data.input_key must name a text unless data.apply_chat_template is on: {wanted.prompt!r} in "
-            f"{path} is a list; switch data.apply_chat_template on for lists of messages")
-    elif scan.faults:
+    if scan.faults:
         more = ", ..." if len(scan.faults) > _FAULTS_SHOWN else ""
         label = "" if wanted.label is None else f" and a label ({wanted.label_option} {wanted.label})"
         yield Violation((option,),

@@ -88,6 +88,8 @@ def open_source(ref: DatasetRef, split: str | None) -> Source:
                 f"{ref.path}@{ref.folder}: only a folder or a hub name takes an @, which names a folder inside of it; "
                 "shares of several data sets are an option of their own (data.prompt_probs, data.dataset_probs)"
             )
+        if split not in ("train", None):
+            raise InputError(f"{ref.path} is a file, which has one split, train: got {split!r}; leave the split out")
         return Source(ref.path, files=(ref.path,))
     import datasets
 
@@ -165,12 +167,11 @@ def say_that_tools_are_not_read(path: str) -> None:
 
 @dataclass
 class Scan:
-    """What a data set holds: number of records, keys and prompt of the first, the first six faults with places."""
+    """What a data set holds: number of records, keys of the first, the first six faults with places."""
 
     records: int = 0
     keys: tuple[str, ...] = ()
     faults: list[str] = field(default_factory=list)
-    first_prompt: Any = None
 
 
 def scan_records(source: Source, wanted: Wanted) -> Scan:
@@ -183,7 +184,7 @@ def scan_records(source: Source, wanted: Wanted) -> Scan:
                 raise InputError(f"{source.path}, {place} {record}")
             if not isinstance(record, dict):
                 raise InputError(f"the first record of {source.path} must be a mapping, got a {type_name(record)}")
-            scan.keys, scan.first_prompt = tuple(record), record.get(wanted.prompt)
+            scan.keys = tuple(record)
         if (fault := record_fault(record, wanted)) is not None:
             scan.faults.append(f"{place} {fault}")
             if len(scan.faults) == FAULTS_KEPT:
@@ -234,7 +235,7 @@ def _answer_fault(record: dict[str, Any], wanted: Wanted) -> str | None:
 
 def _messages_fault(prompt: Any, chat: bool) -> str | None:
     if not chat:
-        return "a text"
+        return "a text, or with data.apply_chat_template a list of messages"
     if not isinstance(prompt, list):
         return "a text or a list of messages"
     roles = (isinstance(message, dict) and isinstance(message.get("role"), str) for message in prompt)

@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from openrlhf_ext.inputs import shortened
+
 logger = logging.getLogger(__name__)
 
 FAILED_KEY = "reward_failed"
@@ -188,7 +190,8 @@ class RewardError(Exception):
 
     def __str__(self) -> str:
         sample = (("prompt", self.prompt), ("completion", self.completion), ("label", self.label))
-        return "\n".join([self.message, *(f"  {name}: {_shown(value)}" for name, value in sample)])
+        shown = (f"  {name}: {shortened(repr(value), _SHOWN_CHARACTERS)}" for name, value in sample)
+        return "\n".join([self.message, *shown])
 
 
 class RewardRaised(RewardError):
@@ -258,12 +261,3 @@ class FailurePolicy:
                 f"{self.count} samples could not be graded; the run tolerates {self._max_failures} "
                 f"(--reward.max_failures). The last failure: {type(error).__name__}: {error}"
             ) from error
-
-
-def _shown(value: Any) -> str:
-    """``repr`` of a value, its middle left out where it is very long."""
-    text = repr(value)
-    if len(text) <= _SHOWN_CHARACTERS:
-        return text
-    half = _SHOWN_CHARACTERS // 2
-    return f"{text[:half]} ... ({len(text) - 2 * half} characters left out) ... {text[-half:]}"

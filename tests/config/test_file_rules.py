@@ -270,7 +270,7 @@ def test_lists_of_messages_need_the_chat_template(run_dir: Path, problems):
     record = {"question": [{"role": "user", "content": "1+1"}], "answer": "2"}
     (run_dir / "train.jsonl").write_text((json.dumps(record) + "\n") * 8)
     (message,) = problems()
-    assert "data.apply_chat_template" in message and "is a list" in message
+    assert "data.apply_chat_template" in message and "has a list under 'question'" in message
     assert problems("--data.apply_chat_template") == []
 
 
@@ -311,7 +311,7 @@ def test_a_data_file_has_one_split(run_dir: Path, problems):
     assert problems("--data.prompt_dataset", "org/set", "--data.prompt_split", "test") == []
     for words in (("--data.prompt_split", "test"), ("--eval.split", "test", "--eval.dataset", "train.jsonl")):
         (message,) = problems(*words)
-        assert message.startswith(f"{words[0].removeprefix('--')} must be train for a data file"), message
+        assert "train.jsonl is a file, which has one split, train: got 'test'" in message
 
 
 @pytest.mark.parametrize(

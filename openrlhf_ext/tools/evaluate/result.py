@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import NormalDist, fmean
 from typing import Any
 
+from openrlhf_ext.inputs import shortened
 from openrlhf_ext.rewards.counting import SOLVED, majorities, passes_at_k
 
 _QUANTILE = NormalDist().inv_cdf(0.975)
@@ -263,15 +264,9 @@ def examples(result: EvaluationResult, before: Mapping[str, Any] | None = None) 
             lines.append(("before", f"[score {was['score']:g}] {was['completion']}"))
         grade = f"score {sample.score:g}" if sample.graded else "not graded"
         lines.append(("completion", f"[{grade}] {sample.completion}"))
-        parts.append("\n".join(f"{name:<11} {_shortened(text)}" for name, text in lines))
+        texts = [shortened(text, _SHOWN_CHARACTERS).strip().replace("\n", "\n" + 12 * " ") for _, text in lines]
+        parts.append("\n".join(f"{name:<11} {text}" for (name, _), text in zip(lines, texts, strict=True)))
     return "\n\n".join(parts)
-
-
-def _shortened(text: str) -> str:
-    half = _SHOWN_CHARACTERS // 2
-    if (left_out := len(text) - 2 * half) > 0:
-        text = f"{text[:half]} ... ({left_out} characters left out) ... {text[-half:]}"
-    return text.strip().replace("\n", "\n" + 12 * " ")
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
