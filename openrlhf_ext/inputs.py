@@ -218,6 +218,12 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
     return next((other for other in close if sorted(other) == sorted(name)), next(iter(close), None))
 
 
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.5) -> str:
+    """The question, or what is said where no known name is near."""
+    near = nearest(name, known, cutoff)
+    return f"did you mean {near}?" if near else otherwise
+
+
 def similar_path(path: str | Path) -> str:
     """What may have been meant by a path that does not exist, to follow a message; empty if nothing is near."""
     path = Path(path)

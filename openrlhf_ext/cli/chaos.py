@@ -22,7 +22,7 @@ from typing import Any
 
 from openrlhf_ext.cli.main import CommandParser, at_least, positive, show, silence_libraries
 from openrlhf_ext.config import ConfigError, RunConfig, load_config, value_of
-from openrlhf_ext.inputs import nearest
+from openrlhf_ext.inputs import did_you_mean
 from openrlhf_ext.locks import LOCK, FolderLock, LockError
 from openrlhf_ext.outputs import aligned, write_text
 from openrlhf_ext.tools.chaos.faults import FAULTS, draw
@@ -148,8 +148,7 @@ def chosen(available: set[str], only: str | None) -> list[str]:
         raise Refused("--only names no fault: give names with commas between them; --list shows all")
     for name in names:
         if name not in FAULTS:
-            near = nearest(name, list(FAULTS))
-            raise Refused(f"--only: no fault {name!r}; {f'did you mean {near}?' if near else '--list shows all'}")
+            raise Refused(f"--only: no fault {name!r}; {did_you_mean(name, FAULTS, '--list shows all')}")
         if name in lacking:
             needs = _NEEDS.get(lacking[name], f"a run with {lacking[name]}")
             raise Refused(f"--only {name} needs {needs}, which is not here: leave it out")

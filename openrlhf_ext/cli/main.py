@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from openrlhf_ext import __version__
-from openrlhf_ext.inputs import nearest, shipped, shortened
+from openrlhf_ext.inputs import did_you_mean, shipped, shortened
 from openrlhf_ext.redaction import printable
 
 _COMMANDS = {
@@ -66,8 +66,7 @@ def _run(words: list[str]) -> int:
         return 0
     name = words[0].replace("-", "_")
     if name not in _COMMANDS:
-        near = nearest(words[0], [*_COMMANDS, "--version", "--help"])
-        hint = f"did you mean {near}?" if near else f"commands: {', '.join(_COMMANDS)}"
+        hint = did_you_mean(words[0], [*_COMMANDS, "--version", "--help"], f"commands: {', '.join(_COMMANDS)}")
         print(f"openrlhf-ext: no command {words[0]!r}; {hint}", file=sys.stderr)
         return 2
     command = importlib.import_module(f"openrlhf_ext.cli.{_COMMANDS[name][0]}")
@@ -156,19 +155,15 @@ class CommandParser(argparse.ArgumentParser):
         for word in (word.partition("=")[0] for word in words if word.startswith("--") and word != "--"):
             if any(name == word or (self.allow_abbrev and name.startswith(word)) for name in known):
                 continue
-            near = nearest(word, known, cutoff=0.6)
-            if self._takes_run_options:
-                if near and not _is_run_option(word.removeprefix("--")):
-                    yield f"unknown option {word}; did you mean {near}?"
-            else:
-                yield f"unknown option {word}; " + (f"did you mean {near}?" if near else "--help lists all options")
+            hint = did_you_mean(word, known, "" if self._takes_run_options else "--help lists all options", cutoff=0.6)
+            if hint and not (self._takes_run_options and _is_run_option(word.removeprefix("--"))):
+                yield f"unknown option {word}; {hint}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
-            near = nearest(str(value), choices)
-            hint = f"; did you mean {near}?" if near else ""
-            raise argparse.ArgumentError(action, f"expected one of {', '.join(choices)}, got {value}{hint}")
+            hint = did_you_mean(str(value), choices, "--help says more")
+            raise argparse.ArgumentError(action, f"expected one of {', '.join(choices)}, got {value}; {hint}")
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with the message and status 2; the usage is long, and the message names the option."""

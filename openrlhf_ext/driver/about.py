@@ -216,29 +216,9 @@ def _base(path: str) -> tuple[str, str]:
 
 def _card_numbers(config: RunConfig) -> Iterator[str]:
     found = results(config)
-    rows = []
-    if "reward" in found:
-        few = found["averaged_steps"]
-        of = "step" if few == 1 else f"{few} steps"
-        (first, _), (last, _) = found["reward"]
-        rows.append(("reward of the sampled completions", f"{first:.3f} ({of})", f"{last:.3f} ({of})"))
-    for measured, name in _HELD_OUT.items():
-        if measured in found:
-            (first, then), (last, at) = zip(found[measured], found["held_out_steps"], strict=True)
-            form = _accuracy if name == "accuracy" else _score
-            rows.append((f"held-out {name}", form(first, then), form(last, at)))
-    yield f"Steps: {found['steps']}. First and last numbers of the run's metrics.jsonl:"
+    yield f"Steps: {found['steps']}. First and last numbers of the run's metrics.jsonl, with standard errors:"
     yield ""
-    yield from _table(("", "first", "last"), rows)
-
-
-def _accuracy(measured: tuple[float, float], step: int) -> str:
-    accuracy, error = measured
-    return f"{100 * accuracy:.1f} % (standard error {100 * error:.1f}, step {step})"
-
-
-def _score(measured: tuple[float, float], step: int) -> str:
-    return f"{measured[0]:.3f} (standard error {measured[1]:.3f}, step {step})"
+    yield from _table(("number", "measured"), _numbers(found))
 
 
 def _data(config: RunConfig) -> Iterator[tuple[str, str, str]]:

@@ -458,7 +458,7 @@ class TrainingLoop:
         # earlier releases kept none: a batch was trained in each step
         batch = self.config.rollout.batch_size
         of_policy = min(self.step, frozen_steps(self.config)) * batch
-        self.progress.load_state_dict({"used": [self.step * batch, 1], "policy_from": [of_policy, 1]})
+        self.progress.load_state_dict({"used": self.step * batch, "policy_from": of_policy})
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 

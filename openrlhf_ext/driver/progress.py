@@ -67,11 +67,7 @@ class Progress:
         return Fraction(1) if used >= self.prompts else used / (self._steps * self.batch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"used": _pair(self.used), "policy_from": _pair(self._policy_from)}
+        return {"used": str(self.used), "policy_from": str(self._policy_from)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.used, self._policy_from = Fraction(*state["used"]), Fraction(*state["policy_from"])
-
-
-def _pair(number: Fraction) -> list[int]:
-    return [number.numerator, number.denominator]
+        self.used, self._policy_from = Fraction(state["used"]), Fraction(state["policy_from"])

@@ -48,12 +48,9 @@ def test_method_base_data_and_numbers_without_secrets_or_folders_of_the_machine(
     assert head["tags"] == ["openrlhf_ext", "reinforcement-learning", "dapo"] and "license" not in head
     assert "`Qwen/Qwen2.5-0.5B` (revision 060db6499f32)" in card and f"openrlhf_ext {__version__}" in card
     assert "Steps: 4." in card
-    assert "| 0.150 (2 steps) | 0.350 (2 steps) |" in card
-    accuracies = [
-        "25.0 % (standard error 1.2, step 0)",
-        "75.0 % (standard error 1.2, step 4)",
-    ]
-    assert f"| held-out accuracy | {' | '.join(accuracies)} |" in card
+    mean = "0.150 +- 0.050 in the first 2 steps, 0.350 +- 0.050 in the last 2 steps"
+    assert f"| training reward | {mean} |" in card
+    assert "| held-out accuracy | 0.250 +- 0.013 after step 0, 0.750 +- 0.013 after step 4 |" in card
     digest = hashlib.sha256(b"{}\n").hexdigest()
     assert "| clip_high | 0.3 |" in card and "| rollout.batch_size | 8 |" in card
     assert f"| data.prompt_dataset | train.jsonl | {digest} |" in card

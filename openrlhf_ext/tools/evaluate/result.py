@@ -71,16 +71,6 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class SampleAnswer:
-    prompt: str
-    completion: str
-    label: Any
-    reward: float
-    score: float
-    graded: bool
-
-
-@dataclass(frozen=True)
 class EvaluationResult:
     """What an evaluation measured; ``None`` where it was not asked, or there is nothing to count.
 
@@ -122,7 +112,7 @@ class EvaluationResult:
     reward_failures: int
     grading_error: str | None
     skipped_overlong: int
-    sample_answers: list[SampleAnswer]
+    sample_answers: list[dict[str, Any]]
     seconds: float
 
     @property
@@ -259,11 +249,11 @@ def examples(result: EvaluationResult, before: Mapping[str, Any] | None = None) 
     earlier = {sample["prompt"]: sample for sample in (before or {}).get("sample_answers", [])}
     parts = []
     for sample in result.sample_answers:
-        lines = [("prompt", sample.prompt), ("reference", str(sample.label))]
-        if was := earlier.get(sample.prompt):
+        lines = [("prompt", sample["prompt"]), ("reference", str(sample["label"]))]
+        if was := earlier.get(sample["prompt"]):
             lines.append(("before", f"[score {was['score']:g}] {was['completion']}"))
-        grade = f"score {sample.score:g}" if sample.graded else "not graded"
-        lines.append(("completion", f"[{grade}] {sample.completion}"))
+        grade = f"score {sample['score']:g}" if sample["graded"] else "not graded"
+        lines.append(("completion", f"[{grade}] {sample['completion']}"))
         texts = [shortened(text, _SHOWN_CHARACTERS).strip().replace("\n", "\n" + 12 * " ") for _, text in lines]
         parts.append("\n".join(f"{name:<11} {text}" for (name, _), text in zip(lines, texts, strict=True)))
     return "\n\n".join(parts)
@@ -279,8 +269,7 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def _sample(problem: Mapping[str, Any]) -> SampleAnswer:
+def _sample(problem: Mapping[str, Any]) -> dict[str, Any]:
     first = problem["completions"][0]
-    return SampleAnswer(
-        problem["prompt"], first["text"], problem["label"], first["reward"], first["score"], first["graded"]
-    )
+    sample = {"prompt": problem["prompt"], "completion": first["text"], "label": problem["label"]}
+    return sample | {name: first[name] for name in ("reward", "score", "graded")}

@@ -15,7 +15,7 @@ from typing import Any
 from openrlhf_ext.config import RunConfig, value_of
 from openrlhf_ext.config.estimator import old_logprobs
 from openrlhf_ext.config.files import model_folder, unknown_model
-from openrlhf_ext.inputs import nearest
+from openrlhf_ext.inputs import did_you_mean
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape, read_value_shape
 from openrlhf_ext.options import Section, nest
 from openrlhf_ext.tools.plan.memory import (
@@ -171,12 +171,9 @@ class Costs:
 
     def __post_init__(self) -> None:
         if self.gpu_name not in GPUS:
-            near = nearest(self.gpu_name, GPUS, cutoff=_SAME_CARD)
-            hint = f"did you mean {near}?" if near else "of another card give the nearest one, and its memory as "
-            raise PlanError(
-                f"--gpu must be one of {', '.join(GPUS)}: got {self.gpu_name}; {hint}"
-                f"{'' if near else 'megatron.gpu_memory_gib'}"
-            )
+            other = "of another card give the nearest one, and its memory as megatron.gpu_memory_gib"
+            hint = did_you_mean(self.gpu_name, GPUS, other, cutoff=_SAME_CARD)
+            raise PlanError(f"--gpu must be one of {', '.join(GPUS)}: got {self.gpu_name}; {hint}")
 
     # ---- the run ------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ def test_numbers_agree_with_each_other(checkpoint: Path, data: Path, reward: Pat
     assert list(result.pass_at_k) == [1, 2] and result.pass_at_k[2] >= result.accuracy
     assert 0 < result.accuracy < 1 and 0 < result.standard_error < 0.5
     assert 1 <= result.response_length_mean <= 6 and 0 <= result.ended <= 1
-    assert [sample.prompt for sample in result.sample_answers] == ["1+1=?", "2+2=?", "3+3=?"]
+    assert [sample["prompt"] for sample in result.sample_answers] == ["1+1=?", "2+2=?", "3+3=?"]
     assert (result.reward_failures, result.skipped_overlong) == (0, 0)
     assert json.loads(json.dumps(dataclasses.asdict(result)))["samples_per_prompt"] == 3
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf_ext.cli.train_ppo_ray import choice, findings, main
+from openrlhf_ext.cli.main import chosen_layout
+from openrlhf_ext.cli.train_ppo_ray import findings, main
 from openrlhf_ext.config import ConfigError, RunConfig, load_config
 from openrlhf_ext.driver import job
 from openrlhf_ext.tools.plan import fit
@@ -34,7 +35,7 @@ def words(model: str, ranks: int, **options: object) -> list[str]:
 
 
 def load(model: str, ranks: int, **options: object) -> RunConfig:
-    return load_config(words(model, ranks, **options), files=False, more_rules=findings, choice=choice)
+    return load_config(words(model, ranks, **options), files=False, more_rules=findings, choice=chosen_layout)
 
 
 def refusal(model: str, ranks: int, **options: object) -> str:
