@@ -39,7 +39,7 @@ class Browser:
         self._open, self._session = ExitStack(), None
         self._started += 1
         profile = self._folder / str(self._started)
-        profile.mkdir()
+        profile.mkdir(parents=True)
         self._process = subprocess.Popen(
             # /dev/shm may be small in a container, and full of Ray's objects; a page that its browser takes for one in
             # the background gets no frames, and what waits for a frame then waits for ever
