@@ -16,7 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from openrlhf_ext.config.files import DatasetRef, dataset_refs
+from openrlhf_ext.config.files import DATA_SUFFIXES, DatasetRef, dataset_refs
 from openrlhf_ext.inputs import (
     LINE_BYTES,
     InputError,
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 FAULTS_KEPT = 6
 HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval", "heldout", "held_out")
 """Names of splits that are not for training, the first that a data set has is evaluated."""
+TOOLS_ARE_NOT_READ = "the key 'tools' is not read: put the tools into a system message"
 _FORMS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _NOT_READ = (".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".xlsx")  # else they would be read as JSON
 Chat = list[dict[str, Any]]
@@ -102,10 +103,24 @@ def open_source(ref: DatasetRef, split: str | None) -> Source:
         files = builder.config.data_files
         if files and builder.name in ("json", "csv", "parquet", "arrow"):
             names = [*map(str, files[_chosen(ref.path, [*map(str, files)], split)])]
+            _say_what_is_left_out(ref.path, builder.name)
             there = datasets.DownloadManager(record_checksums=False).download_and_extract(names)
             return Source(ref.path, builder.name, tuple(map(str, there)))
         loaded = datasets.load_dataset(ref.path, data_dir=ref.folder)
         return Source(ref.path, rows=loaded[_chosen(ref.path, [*map(str, loaded)], split)])
+
+
+def _say_what_is_left_out(folder: str, form: str) -> None:
+    """Of a folder with files of several forms ``datasets`` takes those of one."""
+    data = (path for path in sorted(Path(folder).rglob("*")) if path.suffix.lower() in DATA_SUFFIXES)
+    others = [path.name for path in data if _form_of(path) != form and not path.name.startswith(("dataset_info", "."))]
+    if others:
+        warn_once(f"{folder}: its {form} files are the data set; {len(others)} others are not read: {others[0]}, ...")
+
+
+def _form_of(path: Path) -> str:
+    """A file that is no .csv, .parquet or .arrow is read as JSON."""
+    return _FORMS.get(path.suffix.lower(), "json")
 
 
 def _chosen(path: str, names: list[str], split: str | None) -> str:
@@ -152,14 +167,13 @@ def _usable(records: Records, path: str, wanted: Wanted) -> Iterator[dict[str, A
         if (fault := record_fault(record, wanted)) is not None:
             raise InputError(f"{path}, {place} {fault}; mend or remove it")
         if wanted.chat and "tools" in record:
-            say_that_tools_are_not_read(path)
+            warn_once(f"{path}: {TOOLS_ARE_NOT_READ}")
         yield record
 
 
 @cache
-def say_that_tools_are_not_read(path: str) -> None:
-    """Once for each file."""
-    logger.warning("%s: the key 'tools' is not read: put the tools into a system message", path)
+def warn_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 # ---- what is asked of records -----------------------------------------------------------------------------------
@@ -279,7 +293,7 @@ def records_of(path: str, wanted: Wanted | None = None, form: str = "") -> Recor
     suffix = Path(path).suffix.lower()
     if suffix in _NOT_READ:
         raise InputError(f"{path}: {suffix} is not read: write it as .jsonl, .json, .csv, .parquet or .arrow")
-    form = form or _FORMS.get(suffix, "json")
+    form = form or _form_of(Path(path))
     if form == "json":
         yield from _json_records(path)
         return

@@ -95,8 +95,13 @@ _MARK = re.compile(
 )
 """What math-verify drops or computes: it takes 12_7 for 12, "2 3" for 5, 5m for 5, 6'2" for 62, a date for a number."""
 _WORD = re.compile(
-    r"\\text\w*\s*{[^{}]*}|\b(?:[ap]\.?m\.?|north|south|east|west|and|or|left|right|up|down|odd|even)(?![a-z])", re.I
+    r"\\text\w*\s*{[^{}]*}|"
+    r"\b(?:[ap]\.?m\.?|north|south|east|west|and|or|no|on|left|right|up|down|odd|even)(?![a-z])",
+    re.IGNORECASE,
 )
+
+
+_SHORTEST_WORD = 3  # letters; fewer may be a product
 
 
 class Quantity(NamedTuple):
@@ -206,21 +211,26 @@ def is_number(answer: str) -> bool:
 
 
 def surely_different(first: str, second: str) -> bool:
-    """Whether two answers that are not equal need no symbolic comparison, or would be taken for equal by it: whole
-    numbers or measures that differ, a number and a list, other brackets, a word for a power of ten or a base in one."""
+    """Whether two answers that are not equal need no symbolic comparison, or would be taken for equal by it: numbers
+    that differ, words, lists of other numbers, a number and a list, other brackets, a word for a power of ten or a base
+    in one."""
     if max(len(first), len(second)) > _LONGEST_READ:
         return True
     left, right = _read(first), _read(second)
     if isinstance(left, str) or isinstance(right, str):
         scales, marks = ([sorted(found.findall(_undressed(a))) for a in (first, second)] for found in (_SCALE, _MARK))
         words = [{_squeezed_word(found[0]) for found in _WORD.finditer(a)} - {""} for a in (first, second)]
+        if all(isinstance(read, str) and len(read) >= _SHORTEST_WORD and read.isalpha() for read in (left, right)):
+            return True  # not the product of its letters
         return scales[0] != scales[1] or marks[0] != marks[1] or bool(words[0] and words[1] and words[0] != words[1])
     if isinstance(left, Quantity) and isinstance(right, Quantity):
-        whole = left.value.denominator == right.value.denominator == 1
-        measures = left.dimension and right.dimension
-        return bool(whole or measures) and not _same(left, right)
+        return not _same(left, right)
     if isinstance(left, Several) and isinstance(right, Several):
-        return bool(left.opening and right.opening) and left[::2] != right[::2]
+        if left.opening or right.opening:
+            return bool(left.opening and right.opening) and left[::2] != right[::2]
+        mine, theirs = (sorted(map(_written, each.entries)) for each in (left, right))
+        numbers = all(isinstance(entry, Quantity) for entry in (*left.entries, *right.entries))
+        return len(mine) != len(theirs) or (numbers and mine != theirs)
     return not any(isinstance(read, Several) and len(read.entries) == 1 for read in (left, right))
 
 

@@ -23,6 +23,7 @@ _HUGE = re.compile(
 )
 """Exponents of five digits, towers of powers, large factorials and binomials, what is to be integrated or summed:
 computing them takes seconds, or all memory. An answer of GSM8K or MATH has none of them."""
+_DECIMALS = 9  # of a decimal that is compared with an expression
 _SECONDS = 3  # of parsing an answer, and of a comparison; whole ones, by SIGALRM
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # else every timeout of a completion is a warning
@@ -51,7 +52,7 @@ def same_value(gold: str, stated: str) -> bool:
     if surely_different(gold, stated) or not (_is_computable(gold) and _is_computable(stated)):
         return False
     parsed = (parse(f"${answer}$", parsing_timeout=_SECONDS) for answer in (gold, stated))
-    return verify(*parsed, timeout_seconds=_SECONDS)
+    return verify(*parsed, float_rounding=_DECIMALS, timeout_seconds=_SECONDS)
 
 
 def _is_computable(answer: str) -> bool:

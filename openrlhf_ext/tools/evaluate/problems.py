@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext import rewards
 from openrlhf_ext.config.records import (
+    TOOLS_ARE_NOT_READ,
     Records,
     Wanted,
     as_chat,
     record_fault,
     records_of,
-    say_that_tools_are_not_read,
+    warn_once,
 )
 from openrlhf_ext.inputs import (
     FLAG,
@@ -135,7 +136,7 @@ def load_problems(
         if (fault := record_fault(row, wanted)) is not None:
             raise NotThisFormat(f"{fault} (--input_key, --label_key)")
         if chat and "tools" in row:
-            say_that_tools_are_not_read(str(path))
+            warn_once(f"{path}: {TOOLS_ARE_NOT_READ}")
         return row[input_key], row[label_key]
 
     return _load(path, records_of(str(path), wanted), read, limit)
