@@ -106,7 +106,7 @@ def attempt(carried: bytes, address: str, config: RunConfig, untrained: str, tol
         os.dup2(file.fileno(), 2)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    policy, engines, auxiliary, strategy, tokenizer, prompts, held_out = ray.cloudpickle.loads(carried)
+    policy, engines, auxiliary, tokenizer, prompts, held_out = ray.cloudpickle.loads(carried)
     path, timeout_s, groups = Path(str(config.logger.metrics_path)), config.train.step_timeout_s, {"policy": policy}
     told.send("begins")
     with own_folders(config), EventLog(path.with_name("events.jsonl"), goes_on=True) as events:
@@ -119,7 +119,7 @@ def attempt(carried: bytes, address: str, config: RunConfig, untrained: str, tol
         supervisor = EngineSupervisor(engines, policy, config, deadline=deadline, events=events)
         steps = settings.training_steps(config, len(prompts))
         parts = job.Parts(
-            strategy, tokenizer, policy, auxiliary, supervisor, None, prompts, held_out, steps, deadline,
+            tokenizer, policy, auxiliary, supervisor, None, prompts, held_out, steps, deadline,
             SimpleNamespace(use_gpu=False, guard=Guard()), events,
             groups, resumed,
         )  # fmt: skip
@@ -142,7 +142,7 @@ class Runs:
         50 kills of a run after so much more, so that it ends."""
         self.task, self.within, self.straggler_s = task, within, straggler_s
         self.carried = ray.cloudpickle.dumps((
-            parts.policy, list(parts.supervisor.engines), parts.auxiliary, parts.strategy, parts.tokenizer,
+            parts.policy, list(parts.supervisor.engines), parts.auxiliary, parts.tokenizer,
             parts.prompts, parts.held_out,
         ))  # fmt: skip
         self.address = ray.get_runtime_context().gcs_address

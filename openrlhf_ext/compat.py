@@ -20,12 +20,11 @@ from typing import Any
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor as _RolloutRayActorRemote
 from openrlhf.utils.agent import AgentExecutorBase as AgentExecutorBase
 from openrlhf.utils.agent import MultiTurnAgentExecutor as MultiTurnAgentExecutor
-from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger, init_logger
+from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
 
 from openrlhf_ext.redaction import HIDDEN, redacted
 
 SUPPORTED_OPENRLHF = "0.11.2"
-_messages = init_logger("openrlhf.messages")
 
 
 def plain_class(remote_class: Any) -> type:
@@ -48,35 +47,11 @@ def get_tokenizer(path: str, padding_side: str = "left", use_fast: bool = True) 
     return tokenizer
 
 
-class DriverStrategy:
-    """What OpenRLHF's data sets ask of its DeepspeedStrategy in a process that is no rank; that brings DeepSpeed and
-    OpenRLHF's own models. ``args``: OpenRLHF's namespace of options."""
-
-    def __init__(self, args: Any) -> None:
-        self.args = args
-
-    def is_rank_0(self) -> bool:
-        return True
-
-    def print(self, *message: object) -> None:
-        _messages.info(" ".join(map(str, message)))
-
-    def setup_dataloader(
-        self, dataset: Any, batch_size: int, pin_memory: bool, shuffle: bool, collate_fn: Any, num_workers: int = 0
-    ) -> Any:
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        return StatefulDataLoader(
-            dataset, batch_size, shuffle, drop_last=True, collate_fn=collate_fn, pin_memory=pin_memory,
-            num_workers=num_workers, persistent_workers=num_workers > 0,
-        )  # fmt: skip
-
-
-def quiet_upstream_logs(level: int = logging.WARNING) -> None:
+def quiet_upstream_logs() -> None:
     """OpenRLHF installs its own handler per module logger at import; raise the level of all of them."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("openrlhf.") and isinstance(logger, logging.Logger):
-            logger.setLevel(level)
+            logger.setLevel(logging.WARNING)
 
 
 def build_sinks(args: Any) -> list:
@@ -96,10 +71,3 @@ def _without_passwords(args: SimpleNamespace) -> SimpleNamespace:
         for name, value in vars(args).items()
     }
     return SimpleNamespace(**inner)
-
-
-__all__ = [
-    "AgentExecutorBase", "DriverStrategy", "RolloutRayActor",
-    "SUPPORTED_OPENRLHF", "TensorboardLogger", "WandbLogger", "build_sinks", "get_tokenizer",
-    "plain_class", "quiet_upstream_logs",
-]  # fmt: skip

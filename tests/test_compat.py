@@ -22,15 +22,6 @@ def test_the_pinned_version_is_installed():
     assert version("openrlhf") == compat.SUPPORTED_OPENRLHF
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-    ],
-)  # fmt: skip
-def test_signatures(function, expected):
-    assert parameters(function) == expected.split()
-
-
 @pytest.mark.parametrize("tokenizer_class", ["Qwen2Tokenizer", "Evil", None])
 def test_a_tokenizers_own_code_is_not_executed(tmp_path, tokenizer_class):
     make_tiny_policy(tmp_path)

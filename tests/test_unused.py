@@ -18,7 +18,6 @@ LIBRARIES_READ = {
     "_check_value": "argparse, of a parser",
     "_communicate": "Megatron's schedules, of P2PCommunicator",
     "_postprocess": "Megatron's GPTModel.forward",
-    "is_rank_0": "OpenRLHF's datasets, of the strategy",
     "moe_layer_recompute": "Megatron's MoELayer.forward",
     "get_replay_topk": "Megatron's topk_routing_with_score_function, of a router's replay",
     "point": "Megatron's token dispatcher, of its copies to the host",

@@ -18,9 +18,7 @@ from typing import Any
 
 import ray
 
-from openrlhf_ext import compat
 from openrlhf_ext.config import RunConfig, load_config
-from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import job, processes, settings
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.loop import TrainingLoop
@@ -135,8 +133,7 @@ class Lab:
             yield self
 
     def loop(self, config: RunConfig, resumed: Any, events: EventLog) -> TrainingLoop:
-        strategy = compat.DriverStrategy(upstream_args(config))
-        parts = dataclasses.replace(self.parts, resumed=resumed, strategy=strategy, events=events)
+        parts = dataclasses.replace(self.parts, resumed=resumed, events=events)
         parts.supervisor._events = events
         return job.build_loop(config, parts)
 

@@ -107,13 +107,10 @@ class DatasetRef:
     folder: str | None
 
     @property
-    def suffix(self) -> str:
-        return Path(self.path).suffix.lower()
-
-    @property
     def is_file(self) -> bool:
         """Whether it is a local data file, which has one split and no folders."""
-        return self.suffix in DATA_SUFFIXES and Path(self.path).is_file()
+        path = Path(self.path)
+        return path.suffix.lower() in DATA_SUFFIXES and path.is_file()
 
 
 def inputs_of(config: BaseModel, option: str) -> str:

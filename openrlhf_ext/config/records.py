@@ -20,6 +20,7 @@ from openrlhf_ext.config.files import DATA_SUFFIXES, DatasetRef, dataset_refs
 from openrlhf_ext.inputs import (
     LINE_BYTES,
     InputError,
+    decode,
     decode_record,
     json_array,
     json_lines,
@@ -194,10 +195,8 @@ def scan_records(source: Source, wanted: Wanted) -> Scan:
     for place, record in source.records(wanted):
         scan.records += 1
         if scan.records == 1:
-            if isinstance(record, InputError):
-                raise InputError(f"{source.path}, {place} {record}")
             if not isinstance(record, dict):
-                raise InputError(f"the first record of {source.path} must be a mapping, got a {type_name(record)}")
+                raise InputError(f"{source.path}, {place} {record_fault(record, wanted)}")
             scan.keys = tuple(record)
         if (fault := record_fault(record, wanted)) is not None:
             scan.faults.append(f"{place} {fault}")
@@ -259,11 +258,9 @@ def _messages_fault(prompt: Any, chat: bool) -> str | None:
 
 def _is_chat_as_text(prompt: str) -> bool:
     """As the fields of a CSV file have it."""
-    if not prompt.lstrip().startswith("["):
-        return False
     try:
-        return _messages_fault(json.loads(prompt), True) is None
-    except ValueError:
+        return prompt.lstrip().startswith("[") and _messages_fault(decode(prompt, ""), True) is None
+    except InputError:
         return False
 
 

@@ -16,7 +16,7 @@ from openrlhf_ext.config import precision
 from openrlhf_ext.config.estimator import FLAGS, algorithm_options
 from openrlhf_ext.config.files import model_folder
 from openrlhf_ext.config.run_config import RunConfig
-from openrlhf_ext.inputs import InputError
+from openrlhf_ext.inputs import InputError, did_you_mean
 from openrlhf_ext.megatron.layout import ParallelLayout
 from openrlhf_ext.megatron.model.shape import ModelShape, read_model_shape
 from openrlhf_ext.options import (
@@ -27,7 +27,6 @@ from openrlhf_ext.options import (
     describe_field,
     is_set,
     leaf_fields,
-    nearest,
     nested_model,
     value_of,
 )
@@ -50,9 +49,8 @@ def format_help(pattern: str = "", own_file: str | None = None, model: type[Conf
     chosen = _matching(pattern, table)
     if not chosen:
         groups = list(dict.fromkeys(map(group_of, table.values())))
-        near = nearest(pattern, [*groups, *table])
-        hint = f"did you mean {near}? " if near else ""
-        raise ConfigError([Violation((), f"--help {pattern}: no option matches; {hint}groups: {', '.join(groups)}")])
+        hint = did_you_mean(pattern, [*groups, *table], "there are the")
+        raise ConfigError([Violation((), f"--help {pattern}: no option matches; {hint} groups: {', '.join(groups)}")])
     supported, refused = supported_and_refused(chosen)
     if len(chosen) == 1 and chosen[0].arity == "open" and (own_file or chosen[0].name != f"algo.{CUSTOM}"):
         supported = list(method_options(chosen[0].name.removeprefix("algo."), own_file))

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from openrlhf_ext.compat import DriverStrategy, get_tokenizer
+from openrlhf_ext.compat import get_tokenizer
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.records import Wanted, as_chat, read_records
-from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver.settings import policy_path
 from openrlhf_ext.inputs import InputError, reading, require_one_beginning
 from openrlhf_ext.options import required
@@ -115,10 +114,9 @@ def _formed(prompt: Any, template: str | None, chat: bool, tokenizer: Any) -> st
     return template.format(prompt) if template else prompt
 
 
-def open_tokenizer(config: RunConfig) -> tuple[DriverStrategy, Any]:
-    """What OpenRLHF's data sets are read with: its options, and the policy's tokenizer."""
-    strategy, path = DriverStrategy(upstream_args(config)), policy_path(config)
-    return strategy, get_tokenizer(path, use_fast=not config.data.disable_fast_tokenizer)
+def open_tokenizer(config: RunConfig) -> Any:
+    """The policy's."""
+    return get_tokenizer(policy_path(config), use_fast=not config.data.disable_fast_tokenizer)
 
 
 def load_data(config: RunConfig, tokenizer: Any) -> tuple[PromptData, list[PromptData]]:
@@ -140,9 +138,20 @@ def load_data(config: RunConfig, tokenizer: Any) -> tuple[PromptData, list[Promp
     return prompts, held_out
 
 
-def dataloader(strategy: DriverStrategy, data: PromptData, *, shuffle: bool = False, workers: int = 0) -> Any:
-    """OpenRLHF's resumable loader, one prompt at a time."""
-    return strategy.setup_dataloader(data, 1, True, shuffle, _alone, num_workers=workers)
+def dataloader(data: PromptData, *, shuffle: bool = False, workers: int = 0) -> Any:
+    """A loader that goes on where it was, one prompt at a time; as OpenRLHF makes it."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(
+        data,
+        1,
+        shuffle,
+        drop_last=True,
+        collate_fn=_alone,
+        pin_memory=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
 
 
 def _alone(items: list[tuple[str, str, Any]]) -> tuple[str, str, Any]:

@@ -18,6 +18,7 @@ import torch
 from openrlhf_ext.config import RunConfig
 from openrlhf_ext.config.estimator import algorithm_name, engine_entropies, initial_entropy_prompts, old_logprobs
 from openrlhf_ext.config.files import downloaded
+from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import preflight
 from openrlhf_ext.driver.about import about_run, results, write_card
 from openrlhf_ext.driver.cluster import RaySession
@@ -74,7 +75,6 @@ from openrlhf_ext.run.ledger import LEDGER, Repeats, digest, hash_of, open_ledge
 from openrlhf_ext.run.records import StepRecorder
 
 if TYPE_CHECKING:
-    from openrlhf_ext.compat import DriverStrategy
     from openrlhf_ext.driver.data import PromptData
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,6 @@ def run_once(config: RunConfig, events: EventLog, guard: Guard) -> int:
 class Parts:
     """What a running job consists of before it trains."""
 
-    strategy: DriverStrategy
     tokenizer: Any
     policy: RankGroup
     auxiliary: AuxiliaryModels
@@ -211,7 +210,7 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
             auxiliary = AuxiliaryModels.start(config, start, places)
             with without_collection():
                 from openrlhf_ext.driver.data import load_data, open_tokenizer  # takes long: the others start meanwhile
-            strategy, tokenizer = open_tokenizer(config)
+            tokenizer = open_tokenizer(config)
             prompts, held_out = load_data(config, tokenizer)
         steps = training_steps(config, len(prompts))
         check_frozen_steps(config, steps)
@@ -241,7 +240,7 @@ def build_parts(config: RunConfig, session: RaySession, events: EventLog) -> Par
     if guide_engines is not None:
         guide_supervisor = EngineSupervisor(guide_engines, None, config, session.remember, start, GUIDE_ENGINE, events)
     return Parts(
-        strategy, tokenizer, policy, auxiliary, supervisor, guide_supervisor, prompts, held_out, steps, start,
+        tokenizer, policy, auxiliary, supervisor, guide_supervisor, prompts, held_out, steps, start,
         session, events, trained, resumed,
     )  # fmt: skip
 
@@ -254,7 +253,7 @@ def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
     shape = read_model_shape(policy_path(config))
     torch.manual_seed(config.train.seed)  # the data loader takes its shuffle from the global generator
     deadline, sharing = parts.deadline, GpuSharing(config, parts.trained, parts.supervisor)
-    loader = dataloader(parts.strategy, parts.prompts, shuffle=True, workers=config.data.dataloader_num_workers)
+    loader = dataloader(parts.prompts, shuffle=True, workers=config.data.dataloader_num_workers)
     source, why = old_logprobs(config)
     logger.info("old log-probs: of the %s (%s)", source, why)
     loop = TrainingLoop(
@@ -290,10 +289,10 @@ def build_loop(config: RunConfig, parts: Parts) -> TrainingLoop:
             len(parts.prompts) * config.train.num_episodes, config.rollout.batch_size, config.train.max_minutes
         ),
         held_out=[
-            HeldOut(options, all_prompts(dataloader(parts.strategy, own), own.places))
+            HeldOut(options, all_prompts(dataloader(own), own.places))
             for options, own in zip(config.eval.sets, parts.held_out, strict=True)
         ],
-        sinks=build_sinks(parts.strategy.args),
+        sinks=build_sinks(upstream_args(config)),
         tokenizer=parts.tokenizer,
         drift=DriftCheck(parts.policy, config.repeat_tolerance, probe_tolerance(config), config.train.step_timeout_s)
         if config.train.drift_check else None,
@@ -366,7 +365,7 @@ def set_initial_entropy(config: RunConfig, loop: TrainingLoop, parts: Parts) -> 
 
     entropy = loop.initial_entropy  # of the first part of a run that was resumed
     if entropy is None:
-        first = dataloader(parts.strategy, parts.prompts.first(initial_entropy_prompts(config)))
+        first = dataloader(parts.prompts.first(initial_entropy_prompts(config)))
         entropy = loop.initial_entropy = loop.measure_initial_entropy(all_prompts(first))
         logger.info("initial entropy %.4f nats (gtpo_conflict filters if it is below ln 2 = 0.6931)", entropy)
         loop.recorder.writer.write(0, {"algorithm/initial_entropy": entropy})

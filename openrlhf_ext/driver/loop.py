@@ -452,13 +452,10 @@ class TrainingLoop:
         torch.set_rng_state(state["random_states"]["torch"])
 
     def _restore_progress(self, state: Mapping[str, Any]) -> None:
-        if "progress" in state:
-            self.progress.load_state_dict(state["progress"])
-            return
         # earlier releases kept none: a batch was trained in each step
         batch = self.config.rollout.batch_size
-        of_policy = min(self.step, frozen_steps(self.config)) * batch
-        self.progress.load_state_dict({"used": self.step * batch, "policy_from": of_policy})
+        earlier = {"used": self.step * batch, "policy_from": min(self.step, frozen_steps(self.config)) * batch}
+        self.progress.load_state_dict(state.get("progress", earlier))
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 

@@ -107,7 +107,7 @@ def prompts_fingerprint(config: RunConfig) -> dict[str, str]:
         quiet_upstream_logs()
     try:
         with reading(Path(folder) / "config.json", "by transformers"):
-            _, tokenizer = open_tokenizer(config)
+            tokenizer = open_tokenizer(config)
         return {"prompts": load_data(config, tokenizer)[0].fingerprint}
     except (InputError, OverlongPromptError, ValueError) as error:
         raise ConfigError([Violation(("data.prompt_dataset",), f"data.prompt_dataset: {error}")]) from error

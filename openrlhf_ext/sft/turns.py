@@ -8,7 +8,6 @@ Templates that drop earlier reasoning, or whose generation prompt opens a block 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from openrlhf_ext.config.records import Chat, as_chat
+from openrlhf_ext.inputs import InputError, decode
 
 Span = tuple[int, int]
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
@@ -238,8 +238,8 @@ def _argument_words(arguments: Any) -> list[str]:
     """Names, texts and numbers in arguments, or in their JSON text, as letters and digits alone: templates write JSON,
     XML, or what Python prints, each with escapes of its own."""
     if isinstance(arguments, str):
-        with suppress(ValueError):
-            arguments = json.loads(arguments)
+        with suppress(InputError):
+            arguments = decode(arguments, "")
     if isinstance(arguments, Mapping):
         arguments = [*arguments, *arguments.values()]
     if isinstance(arguments, list):

@@ -247,7 +247,7 @@ def test_a_record_of_an_array_may_be_larger_than_what_is_read_at_a_time(tmp_path
         ("a.json", '[{"q": "1"} {"q": "2"}]', "record 1: not JSON .Extra data"),
         ("a.json", '[{"q": "1"}] 3', "follows the end of the array"),
         ("a.json", '[{"q": "1"},]', "record 2: not JSON"),
-        ("a.jsonl", "[1]\n", "must be a mapping, got a number"),
+        ("a.jsonl", "[1]\n", "record 1 holds a number, not a mapping"),
         ("a.jsonl", '{"q": "1"\n{"q": "2"}\n', "line 1 cannot be read: not JSON .Expecting"),
         ("a.parquet", "PAR1", "cannot be read as parquet"),
         ("a.arrow", "ARROW1", "cannot be read as arrow"),

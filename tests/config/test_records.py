@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -47,6 +48,15 @@ def test_a_folder_of_files_is_read_as_the_files_are(tmp_path: Path):
     assert labels(tmp_path / "data", None) == VALUES[:2], "eval.split is a held-out one by default"
     with pytest.raises(InputError, match="data has no split 'dev'; it has "):
         labels(tmp_path / "data", "dev")
+
+
+def test_files_of_another_form_in_a_folder_are_said_not_to_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    lines(tmp_path / "data/part1.jsonl", VALUES)
+    pyarrow.parquet.write_table(pyarrow.table({"q": ["1"], "a": ["2"]}), tmp_path / "data/part2.parquet")
+    (tmp_path / "data/dataset_infos.json").write_text("{}")
+    assert labels(tmp_path / "data") == ["2"]
+    said = f"{tmp_path}/data: its parquet files are the data set; 1 others are not read: part1.jsonl, ..."
+    assert caplog.messages.count(said) == 1
 
 
 def test_fields_of_csv_are_texts(tmp_path: Path):
@@ -133,12 +143,11 @@ def test_a_path_that_exists_wins_over_separators(tmp_path: Path, monkeypatch: py
 def test_shares_interleave_as_openrlhfs_reader_does(tmp_path: Path):
     from openrlhf.datasets.utils import blending_datasets
 
-    from openrlhf_ext.compat import DriverStrategy
-
+    strategy: Any = SimpleNamespace(is_rank_0=lambda: True, print=lambda *_: None)
     paths = [str(lines(tmp_path / f"{name}.jsonl", [f"{name}{i}" for i in range(20)])) for name in "ab"]
     value = ",".join(paths)
     for probabilities in (None, "0.3,0.7"):
-        theirs = blending_datasets(value, probabilities, DriverStrategy(None), 7, max_count=15)
+        theirs = blending_datasets(value, probabilities, strategy, 7, max_count=15)
         ours = [r["a"] for r in read_records(value, "train", Wanted("q", "a"), 15, probabilities, 7)]
         assert ours == theirs.select(range(min(15, len(theirs))))["a"]
 

@@ -22,7 +22,8 @@ from tests.models import make_tiny_policy
 from tests.tools.plan.test_translate import words_of_bash
 
 pytestmark = pytest.mark.conformance
-EARLIER = ("reward_model.overlong_buffer.", "reward_model.reward_kwargs.", "warmup_ratio", "max_prompt_length", "gpus",
+EARLIER = ("reward_model.overlong_buffer.", "reward_model.reward_kwargs.", "reward.reward_kwargs.",
+           "warmup_ratio", "max_prompt_length", "gpus",
            "lr_scheduler_kwargs.")  # fmt: skip
 """Names of verl's DAPO scripts that its lists do not have, of transformers before 5 and of earlier TRL; the launcher's
 GPUs, and keys of a map."""

@@ -459,8 +459,8 @@ def test_the_algorithm_gets_the_initial_entropy_and_a_resumed_run_keeps_it(
     config = RunConfig.model_validate({"algo": {"advantage": advantage, "gtpo_conflict": own}})
     taken, world = [], World()
     first = SimpleNamespace(first=lambda count: taken.append(count) or Loader(2))
-    parts = SimpleNamespace(strategy=None, prompts=first)
-    monkeypatch.setattr(data, "dataloader", lambda strategy, prompts: prompts)
+    parts = SimpleNamespace(prompts=first)
+    monkeypatch.setattr(data, "dataloader", lambda prompts: prompts)
     job.set_initial_entropy(config, world.loop, parts)
     algorithm = world.loop.experience.algorithm
     # completions are the tokens 1 (length of the prompt's text) and 4

@@ -160,7 +160,7 @@ class Saved:
             assert method == "save_state"
             return [[write_plain(Path(folder), f"{name}/state.json", models[name])]]
 
-        strategy, tokenizer = open_tokenizer(self.config)
+        tokenizer = open_tokenizer(self.config)
         prompts = load_data(self.config, tokenizer)[0].fingerprint
         checkpointer = job.build_checkpointer(self.config, dict.fromkeys(models, call), prompts, EventLog())
         checkpointer.save(3, {"step": 3}, {})

@@ -15,9 +15,7 @@ from typing import Any
 
 import ray
 
-from openrlhf_ext import compat
 from openrlhf_ext.config import load_config
-from openrlhf_ext.config.upstream import upstream_args
 from openrlhf_ext.driver import job, settings
 from openrlhf_ext.driver.cluster import RaySession
 from openrlhf_ext.driver.loop import TrainingLoop
@@ -133,8 +131,7 @@ def main(folder: Path) -> None:
         for name in RUNS:
             config = config_of(task, name)
             resumed = restore(config, job.callers(parts.trained), {}, config.train.step_timeout_s, EventLog())
-            strategy = compat.DriverStrategy(upstream_args(config))
-            loop = job.build_loop(config, dataclasses.replace(parts, resumed=resumed, strategy=strategy))
+            loop = job.build_loop(config, dataclasses.replace(parts, resumed=resumed))
             if name in TROUBLES:
                 TROUBLES[name](loop)
             loop.run()

@@ -40,6 +40,12 @@ def pool() -> Iterator[RewardPool]:
     (r"(1,\frac{\pi}{3})", r"\boxed{\left( 1, \dfrac{\pi}{3} \right)}", 1, 1),
     (r"(1,2]", r"\boxed{(1,2)}", 0, 1),
     (r"2\sqrt{3}", r"\boxed{√12}", 1, 1),
+    ("xy", r"\boxed{yx}", 1, 1),
+    (r"\frac{\sqrt{2}}{4}", r"\boxed{0.25\sqrt{2}}", 1, 1),
+    ("1,2", r"\boxed{2,1}", 1, 1),
+    ("listen", r"\boxed{silent}", 0, 1),
+    ("1,2,2", r"\boxed{1,1,2}", 0, 1),
+    (r"\pi", r"\boxed{3.1415926}", 0, 1),
 ])  # fmt: skip
 def test_equal_answers_are_rewarded(pool: RewardPool, label: str, completion: str, score: int, answered: int) -> None:
     result = asyncio.run(pool.grade("What?" + completion, "What?", label))

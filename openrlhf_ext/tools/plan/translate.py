@@ -95,9 +95,10 @@ def _said(table: Mapping[str, Any], name: str) -> str | None:
 
 def _hint(name: str, options: Mapping[str, Any]) -> str:
     """An option of the same section whose last word is nearly the same."""
-    section, _, own = name.rpartition(".")
-    near = nearest(own, [other.rpartition(".")[2] for other in options if other.rpartition(".")[0] == section], 0.8)
-    return f"; there is {f'{section}.' * bool(section)}{near}" if near else ""
+    section = name[: name.rfind(".") + 1]
+    known = [other.removeprefix(section) for other in options if other.startswith(section)]
+    near = nearest(name.removeprefix(section), known, 0.8)
+    return f"; there is {section}{near}" if near else ""
 
 
 def _by_table(table: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -19,6 +19,7 @@ from openrlhf_ext.tools.plan.translate import PROJECTS, _table, translate
 
 STARTS = {"verl": "python3 -m verl.trainer.main_ppo", "trl": "accelerate launch grpo.py"}
 ACTOR = "actor_rollout_ref.actor."
+OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg."
 
 
 def words_of_bash(script: str, tmp_path: Path, *more: str, project: str = "verl", **environment: str) -> list[str]:
@@ -286,7 +287,16 @@ def test_steps_batches_and_lengths_are_in_our_units(words, expected):
     (["trl", "--loss_type=cispo"], "actor.eps_clip_low_high", [1.0, 0.0]),
     (["trl", "--use_peft"], "ds.lora.target_modules", ["q_proj", "v_proj"]),
     (["trl", "--use_peft", "--lora_target_modules=all-linear"], "ds.lora.target_modules", "all-linear"),
+    (["trl", "--scale_rewards=no"], "algo.grpo.normalize_std", False),
+    (["trl", "--use_vllm=true", "--vllm_importance_sampling_mode=token_truncate", "--vllm_importance_sampling_cap=2.0"],
+        "algo.advantage.is_correction_threshold", [0.0, 2.0]),
+    (["trl", "--top_entropy_quantile=0.3"], "algo.high_entropy_tokens.top_rho", 0.3),
     (["verl", "algorithm.adv_estimator=remax"], "algo.advantage.estimator", "remax"),  # which a run refuses
+    (["verl", OVERLONG + "enable=True", OVERLONG + "len=512"], "reward.overlong_buffer_len", 512),
+    (["verl", ACTOR + "optim.clip_grad=0.5"], "actor.max_norm", 0.5),
+    (["verl", ACTOR + "grad_clip=0.3"], "actor.max_norm", 0.3),
+    (["verl", "actor_rollout_ref.model.lora.rank=8"], "ds.lora.rank", 8),
+    (["verl", "actor_rollout_ref.model.lora.rank=8"], "ds.lora.alpha", 32),
 ])  # fmt: skip
 def test_what_a_method_of_theirs_means_here(words, name, value):
     assert translated(*words)[name] == value
@@ -303,6 +313,9 @@ def test_rewards_of_verl_are_not_clipped(estimator):
     (["verl", "algorithm.gama=0.9", "data.seed=1"], "# algorithm.gama 0.9: not here; there is algorithm.gamma"),
     (["verl", ACTOR + "clip_ratio=0.1"], "clip_ratio: verl reads it where clip_ratio_low or clip_ratio_high is null"),
     (["verl", "data.train_files=['a,b.parquet']"], "# data.train_files: data.prompt_dataset separates paths by commas"),
+    (["verl", "algorithm.kl_ctrl.kl_coef=0.005"], "# algorithm.kl_ctrl.kl_coef: no effect without algorithm.use_kl"),
+    (["verl", ACTOR + "kl_loss_coef=0.1"], "kl_loss_coef: no effect without actor_rollout_ref.actor.use_kl_loss"),
+    (["trl", "--scale_rewards=grup"], "# scale_rewards ?: TRL takes group, batch or none: group is set"),
     (["trl", "--use_peft"], "# lora_target_modules: peft then adapts q_proj and v_proj"),
     (["trl", "--loss_type=cispo"], "# loss_type cispo: TRL caps the ratio at epsilon_high"),
     (["trl", "--save_strategy=epoch"], "# save_steps: TRL counts updates"),
