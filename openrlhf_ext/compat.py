@@ -24,8 +24,6 @@ from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
 
 from openrlhf_ext.redaction import HIDDEN, redacted
 
-SUPPORTED_OPENRLHF = "0.11.2"
-
 
 def plain_class(remote_class: Any) -> type:
     """The class behind a ``@ray.remote`` class, which Ray forbids to subclass (ActorClassInheritanceException)."""
