@@ -91,7 +91,8 @@ def open_source(ref: DatasetRef, split: str | None) -> Source:
                 "shares of several data sets are an option of their own (data.prompt_probs, data.dataset_probs)"
             )
         if split not in ("train", None):
-            raise InputError(f"{ref.path} is a file, which has one split, train: got {split!r}; leave the split out")
+            raise InputError(f"{ref.path} is a file, which has one split, train: got {split!r}; leave the split out "
+                "(data.prompt_split, data.dataset_split, eval.split)")
         return Source(ref.path, files=(ref.path,))
     import datasets
 
@@ -104,19 +105,19 @@ def open_source(ref: DatasetRef, split: str | None) -> Source:
         files = builder.config.data_files
         if files and builder.name in ("json", "csv", "parquet", "arrow"):
             names = [*map(str, files[_chosen(ref.path, [*map(str, files)], split)])]
-            _say_what_is_left_out(ref.path, builder.name)
+            _say_what_is_left_out(Path(ref.path, ref.folder or ""), builder.name)
             there = datasets.DownloadManager(record_checksums=False).download_and_extract(names)
             return Source(ref.path, builder.name, tuple(map(str, there)))
         loaded = datasets.load_dataset(ref.path, data_dir=ref.folder)
         return Source(ref.path, rows=loaded[_chosen(ref.path, [*map(str, loaded)], split)])
 
 
-def _say_what_is_left_out(folder: str, form: str) -> None:
+def _say_what_is_left_out(folder: Path, form: str) -> None:
     """Of a folder with files of several forms ``datasets`` takes those of one."""
-    data = (path for path in sorted(Path(folder).rglob("*")) if path.suffix.lower() in DATA_SUFFIXES)
+    data = (path for path in sorted(folder.rglob("*")) if path.suffix.lower() in DATA_SUFFIXES)
     others = [path.name for path in data if _form_of(path) != form and not path.name.startswith(("dataset_info", "."))]
     if others:
-        warn_once(f"{folder}: its {form} files are the data set; {len(others)} others are not read: {others[0]}, ...")
+        warn_once(f"{folder}: its {form} files are read, and no file of another form: {', '.join(others[:3])}")
 
 
 def _form_of(path: Path) -> str:

@@ -170,14 +170,19 @@ def _lines(config: RunConfig, name: str) -> Iterator[str]:
     head |= {"base_model": base, "base_model_relation": relation} if is_hub_name(base) else {}
     yield "---"
     yield from (f"{key}: {json.dumps(value)}" for key, value in head.items())
-    starts = _starts(config)
+    events = config.logger.beside("events.jsonl")
+    starts = starts_of(line for _, line in read_lines(events)) if events.is_file() else []
     methods = dict.fromkeys([*(str(start.options.get(_ESTIMATOR, method)) for start in starts), method])
     yield from ("tags:", f"- {_MARK}", "- reinforcement-learning", *(f"- {each}" for each in methods), "---", "")
     yield from (f"# {name}", "")
     of_revision = f" (revision {revision})" if revision else ""
     yield f"`{base}`{of_revision}, trained by reinforcement learning with {_MARK} {code_version()},"
     yield f"{datetime.now(UTC):%Y-%m-%d}. Written by the run itself; change it as you like."
-    yield from ("", "## Numbers", "", *_card_numbers(config))
+    found = results(config)
+    yield from ("", "## Numbers", "")
+    yield f"Steps: {found['steps']}. First and last numbers of the run's metrics.jsonl, with standard errors:"
+    yield ""
+    yield from _table(("number", "measured"), _numbers(found))
     of_last = ""
     if len(starts) > 1:
         of_last = f", {starts[-1].steps}"
@@ -194,11 +199,6 @@ def _lines(config: RunConfig, name: str) -> Iterator[str]:
     yield from ("That of the base model and of the data, which the run does not know: add it before publishing.", "")
 
 
-def _starts(config: RunConfig) -> list[Start]:
-    events = config.logger.beside("events.jsonl")
-    return starts_of(line for _, line in read_lines(events)) if events.is_file() else []
-
-
 def _changed(start: Start, starts: Sequence[Start]) -> str:
     """The options of a start that are not the same in all; of paths the last name."""
     names = {name for each in starts for name, value in each.options.items() if start.options.get(name) != value}
@@ -212,13 +212,6 @@ def _base(path: str) -> tuple[str, str]:
     if match := _SNAPSHOT.search(path):
         return f"{match[1]}/{match[2]}", match[3]
     return Path(path).name, ""
-
-
-def _card_numbers(config: RunConfig) -> Iterator[str]:
-    found = results(config)
-    yield f"Steps: {found['steps']}. First and last numbers of the run's metrics.jsonl, with standard errors:"
-    yield ""
-    yield from _table(("number", "measured"), _numbers(found))
 
 
 def _data(config: RunConfig) -> Iterator[tuple[str, str, str]]:

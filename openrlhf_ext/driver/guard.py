@@ -394,8 +394,8 @@ def _drive(parent: int, pipe: Connection, traces: Any, config: RunConfig, train:
     guard = Guard(pipe)
     die_with(parent)
     if sys.platform == "linux":
-        # glibc gives each of Ray's threads a heap of its own, and what one thread frees there no other one gets: of
-        # equal memory in use, 250 MiB after 1,400 steps became 290 after 2,000
+        # glibc gives each of Ray's threads a heap of its own, and what one thread frees there no other one gets: the
+        # process grows with the steps, though the memory in use does not (benchmarks/soak.py)
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     faulthandler.register(signal.SIGUSR1, file=traces, all_threads=False)
     code = 1

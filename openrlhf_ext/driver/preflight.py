@@ -85,11 +85,13 @@ def check_hub_data(config: RunConfig) -> None:
     violations = []
     for option in config.data_options:
         split = config.data.prompt_split if option.startswith("data.") else config.eval.split
-        for ref in filter(lambda ref: is_hub_name(ref.path), dataset_refs(inputs_of(config, option))):
+        for ref in dataset_refs(inputs_of(config, option)):
             try:
-                open_source(ref, split)
+                if is_hub_name(ref.path):
+                    open_source(ref, split)
             except InputError as error:
-                violations.append(Violation((option,), f"{option}: {error}; give a file, or download it first"))
+                said = f"{option}: {error} (a file, or a data set that was downloaded before, needs no network)"
+                violations.append(Violation((option,), said))
     _require(violations)
 
 

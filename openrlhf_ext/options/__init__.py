@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
-from openrlhf_ext.inputs import nearest, shortened
+from openrlhf_ext.inputs import did_you_mean, nearest, shortened
 from openrlhf_ext.redaction import redact
 
 # "output": made absolute. "input": made absolute when it is a local path, left alone when it is a URL or a hub name.
@@ -473,7 +473,6 @@ def _fault(model: type[BaseModel], detail: Any) -> Fault:
     described = describe_field(name, field)
     if detail["type"] == "missing":
         return Fault(name, f" is required ({described.help})", None)
-    near = nearest(str(value), map(str, described.choices))
     too_large = f"the largest integer is {LARGEST_INT}" if detail["type"] in ("too_large", "int_parsing_size") else ""
-    hint = f"did you mean {near}?" if near else too_large
+    hint = did_you_mean(str(value), map(str, described.choices), too_large)
     return Fault(name, f": expected {described.expects}, got {value_text(value)}", value, hint)

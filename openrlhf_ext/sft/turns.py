@@ -135,6 +135,8 @@ class ExampleForm:
         asked, given = as_chat(prompt), as_chat(answer or [], "assistant")
         chat, first = asked + given, len(asked) if given else len(asked) - 1
         turns = [i for i, m in enumerate(chat) if _is_trained(m) and (self.multiturn or i >= first)]
+        if strange := [m["weight"] for m in chat if m.get("weight") not in (None, 0, 1)]:
+            raise Refused(f"has a message of weight {strange[0]!r}: only 0, context, and 1 are known")
         template = self.tokenizer.get_chat_template()
         if _GENERATION.search(template):
             return *self._marked(chat, turns, template), ""
@@ -235,16 +237,16 @@ def _words(message: Mapping[str, Any]) -> list[str]:
 
 
 def _argument_words(arguments: Any) -> list[str]:
-    """Names, texts and numbers in arguments, or in their JSON text, as letters and digits alone: templates write JSON,
-    XML, or what Python prints, each with escapes of its own."""
-    if isinstance(arguments, str):
+    """Names, texts and whole numbers in arguments, or in their JSON text, as letters and digits alone: templates write
+    JSON, XML, or what Python prints, each with escapes, and forms of 1e5, of its own."""
+    if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
         with suppress(InputError):
             arguments = decode(arguments, "")
     if isinstance(arguments, Mapping):
         arguments = [*arguments, *arguments.values()]
     if isinstance(arguments, list):
         return [word for each in arguments for word in _argument_words(each)]
-    return [] if arguments is None or isinstance(arguments, bool) else _WORD.findall(str(arguments))
+    return [] if arguments is None or isinstance(arguments, (bool, float)) else _WORD.findall(str(arguments))
 
 
 def _squeezed(text: str) -> str:

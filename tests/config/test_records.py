@@ -55,7 +55,7 @@ def test_files_of_another_form_in_a_folder_are_said_not_to_be_read(tmp_path: Pat
     pyarrow.parquet.write_table(pyarrow.table({"q": ["1"], "a": ["2"]}), tmp_path / "data/part2.parquet")
     (tmp_path / "data/dataset_infos.json").write_text("{}")
     assert labels(tmp_path / "data") == ["2"]
-    said = f"{tmp_path}/data: its parquet files are the data set; 1 others are not read: part1.jsonl, ..."
+    said = f"{tmp_path}/data: its parquet files are read, and no file of another form: part1.jsonl"
     assert caplog.messages.count(said) == 1
 
 

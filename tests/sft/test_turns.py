@@ -153,10 +153,11 @@ def test_an_empty_block_of_reasoning_is_said_and_not_trained_on(tokenizer):
 
 
 DROPS_ARGUMENTS = TEMPLATES["qwen2.5"].replace("+ ' ' + c.function.arguments|tojson", "")
-CALLED = {"city": "São Paulo", "days": [1, 2.5], "text": 'a "b"\nc', "metric": True, "from": None}
+CALLED = {"city": "São Paulo", "days": [1, 2.5], "text": 'a "b"\nc', "metric": True, "from": None, "at": "1e5",
+          "eps": 1e-05}  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", [CALLED, json.dumps(CALLED), {"days": 3}, '{"days": 3}'])
+@pytest.mark.parametrize("arguments", [CALLED, json.dumps(CALLED), {"days": 3}, '{"days": 3, "lr": 1e5}'])
 def test_a_template_that_drops_the_arguments_of_a_call_is_refused(tokenizer, arguments):
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}
     with pytest.raises(Refused, match="message 2: the chat template does not write the assistant's words '(city|days)"):
@@ -174,6 +175,12 @@ def test_answers_that_are_marked_as_context_are_not_trained_on(tokenizer, name, 
     chat = [PLAIN[0], PLAIN[1] | mark, PLAIN[2], PLAIN[3] | {"weight": 1, "train": True}]
     assert trained(form(tokenizer, TEMPLATES[name], multiturn=True), {"q": chat}) == ["4<|im_end|>"]
     assert form(tokenizer, TEMPLATES[name]).example({"q": [*PLAIN[:3], PLAIN[3] | mark]}) is None
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "marked"])
+def test_a_weight_between_is_refused(tokenizer, name):
+    with pytest.raises(Refused, match="has a message of weight 0.5: only 0, context, and 1 are known"):
+        form(tokenizer, TEMPLATES[name], multiturn=True).example({"q": [PLAIN[0], PLAIN[1] | {"weight": 0.5}]})
 
 
 def test_a_chat_that_begins_with_an_answer_is_refused(tokenizer):

@@ -17,9 +17,9 @@ from openrlhf_ext.inputs import (
     Kind,
     check,
     decode,
+    did_you_mean,
     is_integer,
     is_number,
-    nearest,
     read_text,
 )
 
@@ -98,8 +98,8 @@ def _rollout(line: str, number: int, where: str) -> Rollout:
     record = check(decode(line, where), where, _REQUIRED, _OPTIONAL, "docs/explain.md lists the keys")
     for key in record:
         if key not in _KNOWN:
-            hint = f"; did you mean {near}?" if (near := nearest(key, _KNOWN)) else "."
-            raise InputError(f"{where}: unknown key {key!r}{hint} Known keys: {', '.join(_KNOWN)}")
+            hint = did_you_mean(key, _KNOWN, "see docs/explain.md.")
+            raise InputError(f"{where}: unknown key {key!r}; {hint} Known keys: {', '.join(_KNOWN)}")
     if not (tokens := len(record["tokens"])):
         raise InputError(f"{where}: tokens is empty; every completion needs at least one token")
     for key, kind in _ENTRIES.items():

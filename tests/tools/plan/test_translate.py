@@ -315,7 +315,7 @@ def test_rewards_of_verl_are_not_clipped(estimator):
     (["verl", "data.train_files=['a,b.parquet']"], "# data.train_files: data.prompt_dataset separates paths by commas"),
     (["verl", "algorithm.kl_ctrl.kl_coef=0.005"], "# algorithm.kl_ctrl.kl_coef: no effect without algorithm.use_kl"),
     (["verl", ACTOR + "kl_loss_coef=0.1"], "kl_loss_coef: no effect without actor_rollout_ref.actor.use_kl_loss"),
-    (["trl", "--scale_rewards=grup"], "# scale_rewards ?: TRL takes group, batch or none: group is set"),
+    (["trl", "--scale_rewards=grup"], "# scale_rewards as given: TRL takes group, batch or none: group is set"),
     (["trl", "--use_peft"], "# lora_target_modules: peft then adapts q_proj and v_proj"),
     (["trl", "--loss_type=cispo"], "# loss_type cispo: TRL caps the ratio at epsilon_high"),
     (["trl", "--save_strategy=epoch"], "# save_steps: TRL counts updates"),
