@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study.runs import Places, Rows, execute, finished, missing, read_rows, runs_of
+from benchmarks.study.runs import Places, Rows, Run, execute, finished, missing, read_rows, runs_of
 from benchmarks.study.settings import StudyError, only, read_study
 from openrlhf_ext.cli.main import CommandParser, silence_libraries
 from openrlhf_ext.imports import without_collection
@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 def _study(arguments: argparse.Namespace) -> int:
     from benchmarks.study.plan import plan  # SciPy, which the processes of runs do without
     from benchmarks.study.report import write_report
+    from benchmarks.study.verdicts import needed
 
     if arguments.study is None or arguments.workers < 1:
         raise StudyError(
@@ -98,18 +99,25 @@ def _study(arguments: argparse.Namespace) -> int:
             _print(probe(study, arms, arguments.probe, places, workers=workers, device=device, told=_print))
             return 0
         failed = 0
-        if not arguments.report:
-            runs = runs_of(study, arms)
-            done = finished(study, runs, read_rows(places))
-            left = missing(study, runs, done)
-            there = sum("error" not in row for row in done.values())
+        tried: set[Run] = set()
+        while not arguments.report:
+            done = finished(study, runs_of(study, study.arms), read_rows(places))
+            runs = needed(study, runs_of(study, arms), list(done.values()))
+            left = [run for run in missing(study, runs, done) if run not in tried]
+            there = sum(run in done and "error" not in done[run] for run in runs)
+            if tried and not left:
+                break
             _print(f"{there} of {len(runs)} runs are there; {len(left)} to go in {places.folder}")
-            failed = execute(study, left, places, rows, workers=arguments.workers, device=arguments.device, told=_print)
+            failed += execute(
+                study, left, places, rows, workers=arguments.workers, device=arguments.device, told=_print
+            )
+            tried.update(runs)  # when the best learning rates are known, there are further ones
     finally:
         rows.close()
     everything = runs_of(study, study.arms)
     counted = list(finished(study, everything, read_rows(places)).values())
-    files = write_report(study, name, counted, len(everything), places.folder)
+    planned = needed(study, everything, counted)
+    files = write_report(study, name, counted, len(planned), places.folder)
     _print((places.folder / "table.md").read_text())
     _print(*files)
     return 1 if failed else 0

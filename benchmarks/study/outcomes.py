@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+SHAPED = ("degenerate_groups", "conflict_forward", "conflict_backward", "filtered_completions")
+"""Metrics of an algorithm that a study keeps."""
 _STAYS = 0.7  # of the best: what ends below it has collapsed
 _WINDOW = 5  # steps over which curves of rollouts are averaged before their best is taken
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.study.runs import Places, Rows, Run, execute, finished, missing, read_rows, runs_of
 from benchmarks.study.settings import Arm, Study, StudyError
 from benchmarks.study.statistics import detectable
-from benchmarks.study.verdicts import judge
+from benchmarks.study.verdicts import judge, needed
 
 _TRIAL_STEPS = 3
 _TRIAL_PROBLEMS = 32
@@ -25,6 +25,7 @@ def plan(study: Study, arms: Sequence[Arm], places: Places, *, workers: int, dev
     runs = runs_of(study, arms)
     rows = read_rows(places)
     done = finished(study, runs, rows)
+    runs = needed(study, runs, list(done.values()))
     lines = [f"{len(runs)} runs, {sum('error' not in row for row in done.values())} of them there"]
     total = 0.0
     blocks: dict[tuple[str, str], list[Run]] = {}

@@ -38,7 +38,7 @@ def probe(
     """The cosine of every method's gradient to that of ``cell``, on the rollouts of the latter, as a table.
 
     At the start and after half of the steps, which are those of ``cell``; every seed of its task. Cells with backend
-    ``stack`` and placebos are left out; of a cell with several learning rates the first is taken.
+    ``stack`` are left out; of a cell with several learning rates the first is taken.
 
     Args:
         arms: what is compared, where it is on the task of ``cell``.
@@ -69,15 +69,15 @@ def probe(
 
 def _chosen(study: Study, arms: Sequence[Arm], cell: str) -> tuple[str, dict[str, dict[str, Any]]]:
     """The task of a cell, its options, and those of the arms on the task that can be probed."""
-    if cell not in study.cells or study.cells[cell].backend != "local" or study.cells[cell].placebo:
+    if cell not in study.cells or study.cells[cell].backend != "local":
         raise StudyError(
-            f"--probe must name a cell with backend local and without placebo ({', '.join(study.cells)}), got {cell}"
+            f"--probe must name a cell with backend local ({', '.join(study.cells)}), got {cell}"
         )
     name = study.cells[cell].task
     options: dict[str, dict[str, Any]] = {}
     for arm in study.arms:
         other = study.cells[arm.cell]
-        if other.task != name or other.backend != "local" or other.placebo:
+        if other.task != name or other.backend != "local":
             continue
         if arm in arms or arm.cell == cell:
             options.setdefault(arm.cell, study.options_of(arm))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study.outcomes import OUTCOMES, Row, outcome
+from benchmarks.study.outcomes import OUTCOMES, Row, outcome, smoothed
 from benchmarks.study.settings import Study
 from benchmarks.study.statistics import Estimate, estimate
 from benchmarks.study.verdicts import Judgment, by_arm, checks_failed, interval_of_share, judge
@@ -232,12 +232,14 @@ def _entropy(pyplot: Any, task: str, arms: Mapping[tuple[str, Any], Sequence[Row
     figure, axis = pyplot.subplots(figsize=(6, 4.5))
     for number, ((cell, rate), rows) in enumerate(arms.items()):
         for place, row in enumerate(rows):
-            points = [(e["accuracy"], e["entropy"]) for e in row["evaluations"]]
+            steps = row["steps"]
             label = _arm(cell, rate) if place == 0 else None
-            axis.plot(*zip(*points, strict=True), color=f"C{number % 10}", alpha=0.35, linewidth=0.8, label=label)
+            points = smoothed(steps["accuracy"]), smoothed(steps["entropy"])
+            axis.plot(*points, color=f"C{number % 10}", alpha=0.35, linewidth=0.8, label=label)
     axis.set(
-        title=f"{task}: entropy over accuracy, held-out, a line for each run", xlabel="accuracy", ylabel="entropy, nats"
-    )
+        title=f"{task}: entropy over accuracy, rollouts averaged over five steps, a line for each run",
+        xlabel="accuracy", ylabel="entropy, nats",
+    )  # fmt: skip
     axis.legend(fontsize=7)
     return figure
 

@@ -21,10 +21,11 @@ from openrlhf_ext.locks import LOCK, FolderLock, LockError
 from openrlhf_ext.reporting.lines import JsonLines, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
-# what the numbers of a run depend on, by its backend
+# what the numbers of a run depend on, by its backend. The whole package is no key: a study by the stack takes days, is
+# run from one clone, and its rows name that commit, by which they are paired (``verdicts``)
 _CODE = {
     "local": ("openrlhf_ext/algorithms", "benchmarks/study/training.py", "benchmarks/study/decoding.py"),
-    "stack": ("openrlhf_ext", "benchmarks/study"),
+    "stack": (),
 }
 _IMPORTED = re.compile(r"^(?:import|from) (\w+)", re.MULTILINE)
 
@@ -60,7 +61,6 @@ def key_of(study: Study, run: Run) -> str:
         "options": study.options_of(run.arm),
         "seed": run.seed,
         "seed_offset": cell.seed_offset,
-        "placebo": cell.placebo,
     }
     if cell.backend != "local":
         settings["backend"] = cell.backend
@@ -73,7 +73,7 @@ def key_of(study: Study, run: Run) -> str:
 def _code(task: Task, options: dict[str, Any], parts: Sequence[str]) -> Iterator[Path]:
     for part in (ROOT / part for part in parts):
         yield from sorted(part.rglob("*.py")) if part.is_dir() else [part]
-    given = [task.maker.split()[0] if task.maker else None, options.get("reward.remote_url")]
+    given = [task.maker and task.maker.split()[0], options.get("reward.remote_url"), options.get("algo.module_path")]
     for script in (Path(path) for path in given if path and Path(path).is_file()):
         yield script
         beside = (script.with_name(f"{module}.py") for module in sorted(set(_IMPORTED.findall(script.read_text()))))
@@ -277,7 +277,6 @@ def _run_job(
         "options": study.options_of(run.arm),
         "seed": run.seed + cell.seed_offset,
         "steps": study.tasks[cell.task].steps,
-        "placebo": cell.placebo,
         "folder": str(places.folder / "jobs" / run.name),
     }
     return assigned_job(study, cell.task, run.seed, places, run.name, given | {"device": device}, done, maker)

@@ -24,14 +24,15 @@ from openrlhf_ext.inputs import InputError, nearest, read_text, reading
 
 LEARNING_RATE = "actor.adam.lr"
 _GIVEN_BY_THE_STUDY = (
-    "actor.model_name_or_path", "data.prompt_dataset", "data.max_samples", "eval.dataset", "train.seed",
-    "train.num_episodes", "ckpt.output_dir", "logger.metrics_path", "logger.samples_every", "logger.samples_groups",
+    "actor.model_name_or_path", "data.prompt_dataset", "data.max_samples", "eval.dataset", "eval.steps",
+    "eval.n_samples_per_prompt", "eval.temperature", "train.seed", "train.num_episodes", "ckpt.output_dir",
+    "logger.metrics_path", "logger.samples_every", "logger.samples_groups",
 )  # fmt: skip
 # what a run in one process reads; the rest would be ignored, so that a study may not set it
 _READ = re.compile(
     r"actor\.(adam\..*|max_norm|lr_scheduler|lr_warmup_ratio|lr_warmup_steps|eps_clip|eps_clip_low_high|dual_clip|"
     r"loss_agg_mode)|algo\.advantage\.(estimator|no_std_norm)|algo\.kl\.(init_coef|estimator|use_loss|unbiased_gradient)|"
-    r"algo\.(?!advantage\.|kl\.|dynamic|module|gae\.|mixed)\w+\..*|data\.(input_key|label_key)|"
+    r"algo\.(?!advantage\.|kl\.|dynamic|module|gae\.|mixed)\w+\..*|algo\.module_path|data\.(input_key|label_key)|"
     r"reward\.(remote_url|overlong_buffer_len|overlong_penalty_factor|length_penalty\..*)|"
     r"rollout\.(batch_size|n_samples_per_prompt|max_new_tokens|temperature|micro_batch_size)|"
     r"train\.(batch_size|micro_batch_size|max_epochs)"
@@ -49,7 +50,7 @@ class Evaluation(_Part):
 
     every: PositiveInt = 10  # steps
     problems: PositiveInt = 128
-    last_problems: PositiveInt = 512  # of the evaluation after the last step
+    last_problems: PositiveInt = 512  # of the evaluation after the last step; with backend stack of every one
     samples: PositiveInt = 16  # completions of each problem
 
 
@@ -95,8 +96,6 @@ class Cell(_Part):
         learning_rates: an arm for each; none: one arm with that of the options.
         seed_offset: added to the seed of sampling and of the order of prompts, not to that of the policy.
         backend: ``local``: one process with plain transformers; ``stack``: ``train_ppo_ray``, with any of its options.
-        placebo: entropies are exchanged among the tokens of a rollout before the method sees them; what it then still
-            does better is not by them.
     """
 
     task: str
@@ -104,7 +103,6 @@ class Cell(_Part):
     learning_rates: list[float] = []
     seed_offset: int = 0
     backend: Literal["local", "stack"] = "local"
-    placebo: bool = False
 
 
 class Contrast(_Part):
@@ -277,8 +275,6 @@ def _option_faults(study: Study, arm: Arm) -> Iterator[str]:
             yield f"{arm.name}: {name} is given by the study to each of its runs, got {options[name]}; leave it out"
     if study.cells[arm.cell].backend == "local":
         yield from _local_faults(arm, options)
-    elif study.cells[arm.cell].placebo:
-        yield f"{arm.name}: placebo must be false with backend stack, which does not exchange entropies; got true"
     try:
         config = resolve({name: value for name, value in options.items() if name not in _GIVEN_BY_THE_STUDY}, seed=0)
         method, own, _ = algorithm_options(config)

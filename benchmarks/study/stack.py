@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -14,12 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study.settings import Evaluation, resolve
-from benchmarks.study.training import SHAPED, StudyRun
+from benchmarks.study.outcomes import SHAPED
 from openrlhf_ext.reporting.lines import read_lines
 from openrlhf_ext.rewards.worker import die_with
+from openrlhf_ext.tools.evaluate.problems import load_problems
 
 _LOGS = "reward_log/"
+_EVALUATED = {"accuracy": "accuracy", "reward": "reward_mean", "length": "response_length_mean"}
+"""Names in a row: names in metrics.jsonl, after ``eval/``; pass@K has its own name in both."""
 _CURVES = {
     "accuracy": "accuracy/mean",
     "reward": "reward/mean",
@@ -28,6 +31,7 @@ _CURVES = {
     "completion_entropy": "entropy/completion_mean",
     "grad_norm": "grad_norm",
     "clip_fraction": "loss/clip_fraction",
+    "update_rms": "update/rms",
     "sampling_s": "time/generate",
     "shaping_s": "time/shape",
     "step_s": "time/step",
@@ -52,16 +56,13 @@ def run_assignment(given: Mapping[str, Any]) -> dict[str, Any]:
     command = [sys.executable, "-m", "openrlhf_ext.cli.train_ppo_ray", "--config", str(options)]
     # SIGTERM, not SIGKILL: the job has processes of its own to end
     subprocess.run(command, check=True, preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM))
-    steps = curves(folder, given["short_tokens"])
+    records = [record for _, record in read_lines(folder / "metrics.jsonl")]
+    steps = curves(records, folder, given["short_tokens"])
     if (made := len(steps["accuracy"])) != given["steps"]:  # prompts that are too long, groups that are filtered
         raise ValueError(f"the job made {made} steps of the task's {given['steps']}: they cannot be compared")
-    return {
-        "steps": steps,
-        "evaluations": [
-            evaluated(given, policy) | {"step": step}
-            for step, policy in ((0, given["policy"]), (given["steps"], str(folder)))
-        ],
-    }
+    for weights in folder.glob("*.safetensors"):  # a study has dozens of runs
+        weights.unlink()
+    return {"steps": steps, "evaluations": evaluations(records, given["evaluation"]["last_problems"])}
 
 
 def job_options(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -69,16 +70,23 @@ def job_options(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
     The job shuffles them once more: both see the same prompts in the end, at other steps.
     """
-    options, path = given["options"], folder / "prompts.jsonl"
+    options, evaluation = given["options"], given["evaluation"]
+    keys = options["data.input_key"], options["data.label_key"]
+    there = load_problems(given["train"], *keys)
+    random.Random(given["seed"]).shuffle(there)
     # a file's first prompts need not be like the others: those of toy_task.py are easier, for it makes no prompt twice
-    there = _study_run(given, given["policy"], "cpu").train_problems
     chosen = [there[i % len(there)] for i in range(given["steps"] * options["rollout.batch_size"])]
-    input_key, label_key = options["data.input_key"], options["data.label_key"]
-    path.write_text("".join(json.dumps({input_key: one.prompt, label_key: one.label}) + "\n" for one in chosen))
+    held_out = load_problems(given["heldout"], *keys)[: evaluation["last_problems"]]
+    for name, problems in (("prompts", chosen), ("heldout", held_out)):
+        records = [dict(zip(keys, (one.prompt, one.label), strict=True)) for one in problems]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return options | {
         "actor.model_name_or_path": given["policy"],
-        "data.prompt_dataset": str(path),
-        "data.max_samples": len(chosen),
+        "data.prompt_dataset": str(folder / "prompts.jsonl"),
+        "eval.dataset": str(folder / "heldout.jsonl"),
+        "eval.steps": evaluation["every"],
+        "eval.n_samples_per_prompt": evaluation["samples"],
+        "eval.temperature": options.get("rollout.temperature", 1.0),
         "train.num_episodes": 1,
         "train.seed": given["seed"],
         "ckpt.output_dir": str(folder),
@@ -89,9 +97,9 @@ def job_options(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def curves(folder: Path, short_tokens: int) -> dict[str, list[float | None]]:
-    """A run folder's curves by name, a value for each step."""
-    records = [record for _, record in read_lines(folder / "metrics.jsonl") if record["step"] > 0]
+def curves(records: Sequence[Mapping[str, Any]], folder: Path, short_tokens: int) -> dict[str, list[float | None]]:
+    """Curves by name, a value for each step, of the lines of metrics.jsonl and the completions in a run folder."""
+    records = [record for record in records if "accuracy/mean" in record]
     names = _CURVES | {name[len(_LOGS) :]: name for name in records[0] if name.startswith(_LOGS)}
     found = {own: [record.get(name) for record in records] for own, name in names.items() if name in records[0]}
     found["ended"] = [1.0 - record["response/truncated_rate"] for record in records]
@@ -100,6 +108,17 @@ def curves(folder: Path, short_tokens: int) -> dict[str, list[float | None]]:
         samples[sample["step"]].append(sample)
     described = [_described(completions, short_tokens) for completions in samples.values()]
     return found | {name: [values[name] for values in described] for name in described[0]}
+
+
+def evaluations(records: Sequence[Mapping[str, Any]], problems: int) -> list[dict[str, Any]]:
+    """The job's evaluations, that before the first step included."""
+    return [
+        {"step": record["step"], "problems": problems, "seconds": record["time/eval"]}
+        | {own: record[f"eval/{name}"] for own, name in _EVALUATED.items()}
+        | {name[len("eval/") :]: value for name, value in record.items() if name.startswith("eval/pass@")}
+        for record in records
+        if "eval/accuracy" in record
+    ]
 
 
 def _described(samples: Sequence[Mapping[str, Any]], short_tokens: int) -> dict[str, float | None]:
@@ -119,16 +138,3 @@ def _described(samples: Sequence[Mapping[str, Any]], short_tokens: int) -> dict[
 
 def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
-
-
-def evaluated(given: Mapping[str, Any], policy: str) -> dict[str, Any]:
-    """The evaluation of a checkpoint, as that after the last step of a run in one process."""
-    return _study_run(given, policy, given["device"]).run()["evaluations"][0]
-
-
-def _study_run(given: Mapping[str, Any], policy: str, device: str) -> StudyRun:
-    """The run in one process that this is compared with, without its steps."""
-    return StudyRun(
-        resolve(given["options"], given["seed"]), policy=policy, train=given["train"], heldout=given["heldout"],
-        steps=0, evaluation=Evaluation(**given["evaluation"]), short_tokens=given["short_tokens"], device=device,
-    )  # fmt: skip

@@ -14,7 +14,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.study.decoding import Sampled, decode
+from benchmarks.study.outcomes import SHAPED
 from benchmarks.study.settings import Evaluation, resolve
 from openrlhf_ext.algorithms import Algorithm, LossBatch, RolloutBatch, get_algorithm, mean_entropies
 from openrlhf_ext.algorithms.groups import group_chunks, mini_batch_order
@@ -35,11 +36,9 @@ from openrlhf_ext.rewards.worker import call_reward, load_reward_function
 from openrlhf_ext.rollout.response import derived_seed
 from openrlhf_ext.tools.evaluate.problems import Problem, load_problems
 
-SHAPED = ("degenerate_groups", "conflict_forward", "conflict_backward", "filtered_completions")
-"""Metrics of an algorithm that a study keeps."""
 _SEEDS_PER_ROLLOUT = 1 << 20  # as ranks/policy.py
 _EVALUATED_TOGETHER = 512  # completions
-_EVALUATIONS, _GREEDY, _TRAINING, _PLACEBO = range(4)  # who draws: the first number of a seed
+_EVALUATIONS, _GREEDY, _TRAINING = range(3)  # who draws: the first number of a seed
 
 
 @dataclass(frozen=True)
@@ -71,16 +70,15 @@ class StudyRun:
         steps: rollouts, each trained on at once.
         evaluation: how held-out problems are sampled.
         short_tokens: a completion of at most so many tokens is short.
-        placebo: entropies are exchanged among the tokens of a rollout before the algorithm sees them.
         device: where the model is.
     """
 
     def __init__(
         self, config: RunConfig, *, policy: str, train: str, heldout: str, steps: int, evaluation: Evaluation,
-        short_tokens: int, placebo: bool = False, device: str = "cpu",
+        short_tokens: int, device: str = "cpu",
     ) -> None:  # fmt: skip
         self.config, self.steps, self.evaluation, self.short_tokens = config, steps, evaluation, short_tokens
-        self.placebo, self.device = placebo, torch.device(device)
+        self.device = torch.device(device)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(policy)
         self.model: Any = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).to(self.device).eval()
         # transformers keeps the padding token's row from learning, Megatron does not, and some policies sample it
@@ -111,8 +109,6 @@ class StudyRun:
         rollout = self.rollout(step)
         sampled = time.perf_counter()
         batch = self.batch(rollout)
-        if self.placebo:
-            batch = self._exchanged(batch, step)
         scored = time.perf_counter()
         shaped = self.algorithm.shape(batch)
         shaping = time.perf_counter() - scored
@@ -184,13 +180,6 @@ class StudyRun:
             truncated=rollout.sampled.truncated_B.to(self.device),
             group_size=group,
         )
-
-    def _exchanged(self, batch: RolloutBatch, step: int) -> RolloutBatch:
-        """Every entropy at the place of another token: the same values, which say nothing of where they stand."""
-        assert batch.entropies is not None
-        generator = torch.Generator().manual_seed(derived_seed(self._seed(_PLACEBO), step))
-        order_N = torch.randperm(len(batch.entropies), generator=generator)
-        return replace(batch, entropies=batch.entropies[order_N.to(self.device)])
 
     def _forward_parts(self, rows: Sequence[Any]) -> list[slice]:
         size = self.config.rollout.micro_batch_size
@@ -381,6 +370,6 @@ def run_assignment(given: Mapping[str, Any]) -> dict[str, Any]:
     run = StudyRun(
         resolve(given["options"], given["seed"]), policy=given["policy"], train=given["train"],
         heldout=given["heldout"], steps=given["steps"], evaluation=Evaluation(**given["evaluation"]),
-        short_tokens=given["short_tokens"], placebo=given["placebo"], device=given["device"],
+        short_tokens=given["short_tokens"], device=given["device"],
     )  # fmt: skip
     return run.run()

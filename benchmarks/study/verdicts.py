@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from benchmarks.study.outcomes import Row, outcome
+from benchmarks.study.runs import Run
 from benchmarks.study.settings import Contrast, Gate, Study
 from benchmarks.study.statistics import (
     LEVEL,
@@ -66,6 +67,22 @@ def judge(study: Study, rows: Sequence[Row]) -> list[Judgment]:
     return [_with_verdict(each, adjusted.get(each.name), together) for each in found]
 
 
+def needed(study: Study, runs: Sequence[Run], rows: Sequence[Row]) -> list[Run]:
+    """Those runs that a verdict needs: on the seeds after those that tune, a cell that is compared at its best learning
+    rate runs at that one only, and not before it is known."""
+    usable = [row for row in rows if "error" not in row]
+    found = []
+    for run in runs:
+        contrasts = [each for each in study.contrasts.values() if run.arm.cell in each.cells]
+        if contrasts and all(0 < each.tuned_on <= run.seed for each in contrasts):
+            best = [(each, _best_rates(study, each, usable)) for each in contrasts]
+            rates = [pair[each.cells.index(run.arm.cell)] for each, pair in best if pair is not None]
+            if run.arm.learning_rate not in rates:
+                continue
+        found.append(run)
+    return found
+
+
 def checks_failed(judgments: Sequence[Judgment]) -> list[str]:
     """Checks of the study that have not passed: a difference within one method, a planted one unseen, runs missing."""
     return [
@@ -100,7 +117,8 @@ def _measured(study: Study, name: str, contrast: Contrast, rows: Sequence[Row]) 
     else:
         usable = [row for row in usable if row["learning_rate"] in kept]
     seeds = range(contrast.tuned_on, study.task_of(contrast.cells[0]).seeds)
-    differences, incomplete, unpaired = _paired(contrast, usable, pairs, seeds)
+    by_commit = all(study.cells[cell].backend == "stack" for cell in contrast.cells)
+    differences, incomplete, unpaired = _paired(contrast, usable, pairs, seeds, by_commit)
     notes += unpaired
     if not differences:
         verdict: Verdict = "no data" if kept else "not testable here"
@@ -164,19 +182,20 @@ def _best_rates(study: Study, contrast: Contrast, rows: Sequence[Row]) -> tuple[
 
 
 def _paired(
-    contrast: Contrast, rows: Sequence[Row], rates: Sequence[tuple[Any, Any]], seeds: Sequence[int]
+    contrast: Contrast, rows: Sequence[Row], rates: Sequence[tuple[Any, Any]], seeds: Sequence[int], by_commit: bool
 ) -> tuple[dict[int, float], int, list[str]]:
     """First minus second by seed, where both have all learning rates and began with the same weights.
 
     Args:
         rates: of the first and of the second cell.
         seeds: that are planned.
+        by_commit: both were run by the stack, whose code is no part of a row's key: at one commit, or they are no pair.
 
     Returns:
         Differences, the number of seeds that have not all their runs, and notes.
     """
     by_place = {(row["cell"], row["learning_rate"], row["seed"]): row for row in rows}
-    differences, other_weights, incomplete, undefined = {}, 0, 0, 0
+    differences, other_weights, other_commits, incomplete, undefined = {}, 0, 0, 0, 0
     for seed in seeds if rates else []:
         pairs = [
             [by_place.get((cell, rate, seed)) for cell, rate in zip(contrast.cells, both, strict=True)]
@@ -186,6 +205,8 @@ def _paired(
             incomplete += 1
         elif any(first["weights"] != second["weights"] for first, second in pairs):  # type: ignore[index]
             other_weights += 1
+        elif by_commit and any(first["commit"] != second["commit"] for first, second in pairs):  # type: ignore[index]
+            other_commits += 1
         else:
             found = [outcome(first, contrast.outcome) - outcome(second, contrast.outcome) for first, second in pairs]  # type: ignore[arg-type]
             if any(map(math.isnan, found)):
@@ -195,6 +216,7 @@ def _paired(
     counted = [
         (incomplete, f"of {len(seeds)} seeds are not complete"),
         (other_weights, "seeds began with different weights in both cells (made on different machines)"),
+        (other_commits, "seeds were run at different commits in both cells"),
         (undefined, f"seeds have no {contrast.outcome}"),
     ]
     return differences, incomplete, [f"{count} {what}" for count, what in counted if count]
@@ -206,14 +228,15 @@ def _survives(contrast: Contrast, rows: Sequence[Row]) -> bool:
 
 
 def _failure(gate: Gate, contrast: Contrast, rows: Sequence[Row]) -> str | None:
-    """Why a gate is closed; None if it is open."""
+    """Why a gate is closed; None if it is open. Runs that have not the outcome, as those by the stack have not the
+    lengths of evaluations, do not count."""
     cells = {"all": contrast.cells, "first": contrast.cells[:1], "second": contrast.cells[1:]}[gate.arms]
-    values = [outcome(row, gate.outcome) for row in rows if row["cell"] in cells]
+    found = [outcome(row, gate.outcome) for row in rows if row["cell"] in cells]
+    values = sorted(value for value in found if not math.isnan(value))
     inside = [_is_inside(gate, value) for value in values]
     if values and sum(inside) >= gate.share * len(values):
         return None
-    shown = sorted(value for value in values if not math.isnan(value))
-    spread = f"{shown[0]:.3g} to {shown[-1]:.3g}" if shown else "nothing"
+    spread = f"{values[0]:.3g} to {values[-1]:.3g}" if values else "nothing"
     return f"gate closed: {_gate_text(gate)}; found {spread}, {sum(inside)} of {len(values)} runs inside"
 
 

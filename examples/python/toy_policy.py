@@ -84,6 +84,7 @@ class PolicySettings:
     careless_lr: float = 5e-4
     direct_knowledge: float = 0.0  # share of answers without steps, of the careful teacher
     direct_careless: float = 0.0  # the same of the careless one, whose direct answers are right
+    direct_filler: str = ""  # what stands in the place of the steps of a direct answer: it decides how long that is
     damaged: float = 0.0  # share of the careless teacher's completions with one tag missing, or the middle two swapped
     shift: bool = False  # the careless teacher begins some reasoning with filler: steps stand at different places
     seed: int = 42
@@ -104,6 +105,9 @@ class PolicySettings:
 _TWO_DIGITS = {
     "largest_value": 50, "slips": (-10, -1, 1, 10), "knowledge_passes": 3, "knowledge_slip_rate": 0.0,
 }  # fmt: skip
+_FORK = _TWO_DIGITS | {
+    "knowledge_steps": 1800, "careless_steps": 120, "slip_rate": 0.15, "direct_knowledge": 0.3, "direct_careless": 0.994,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     # One digit: all facts are known before the warm start ends, so that its end does not depend on a processor's
     # rounding. A careful teacher who never slips would leave open whether the next step copies the last result or
@@ -111,12 +115,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "chain": {},
     # a direct answer is likely and mostly wrong, for the policy cannot compute without steps; steps are rare and mostly
     # right: about 0.5 % of samples, or 2.5 %
-    "fork": _TWO_DIGITS | {"knowledge_steps": 1800, "careless_steps": 120, "slip_rate": 0.15} | {
-        "direct_knowledge": 0.3, "direct_careless": 0.994,
-    },
-    "fork_frequent": _TWO_DIGITS | {"knowledge_steps": 1800, "careless_steps": 120, "slip_rate": 0.15} | {
-        "direct_knowledge": 0.3, "direct_careless": 0.968,
-    },
+    "fork": _FORK,
+    "fork_frequent": _FORK | {"direct_careless": 0.968},
+    # the same choice where the rare right answers are as long as the others, or a third as long (22 tokens)
+    "fork_equal": _FORK | {"direct_filler": "the answer is: "},
+    "fork_short": _FORK | {"direct_filler": "let me see, this is not hard, so here is the answer at once: "},
     # the form has to be learnt beside the arithmetic
     "tags": _TWO_DIGITS | {"knowledge_steps": 1440, "careless_steps": 120, "slip_rate": 0.2, "damaged": 0.3},
 }  # fmt: skip
@@ -259,9 +262,9 @@ def careless_solution(
     return problem.solve(write_result)
 
 
-def direct_answer(solution: Solution) -> str:
-    """The answer without the steps."""
-    return f"<reasoning></reasoning><answer>{solution.answer}</answer>"
+def direct_answer(solution: Solution, filler: str = "") -> str:
+    """The answer without the steps, after a filler that says nothing."""
+    return f"<reasoning>{filler}</reasoning><answer>{solution.answer}</answer>"
 
 
 def damaged(completion: str, rng: random.Random) -> str:
@@ -288,12 +291,14 @@ def _examples(settings: PolicySettings) -> Iterator[tuple[Problem, str]]:
 def _careful_teacher(problem: Problem, rng: random.Random, settings: PolicySettings) -> str:
     # the draw is made in any case: shares of 0 leave the careless teacher's random numbers as they are
     solution = careless_solution(problem, rng, settings.knowledge_slip_rate, settings.slips)
-    return direct_answer(solution) if _happens(settings.direct_knowledge, rng) else solution.completion
+    if _happens(settings.direct_knowledge, rng):
+        return direct_answer(solution, settings.direct_filler)
+    return solution.completion
 
 
 def _careless_teacher(problem: Problem, rng: random.Random, settings: PolicySettings) -> str:
     if _happens(settings.direct_careless, rng):
-        text = direct_answer(problem.solution)
+        text = direct_answer(problem.solution, settings.direct_filler)
     else:
         text = careless_solution(problem, rng, settings.slip_rate, settings.slips).completion
         if settings.shift:

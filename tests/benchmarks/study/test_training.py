@@ -55,7 +55,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_of(made: Path, options: dict[str, Any], *, steps: int = 2, seed: int = 1, placebo: bool = False) -> StudyRun:
+def run_of(made: Path, options: dict[str, Any], *, steps: int = 2, seed: int = 1) -> StudyRun:
     return StudyRun(
         resolve({**OPTIONS, **options}, seed),
         policy=str(made / "policy"),
@@ -64,7 +64,6 @@ def run_of(made: Path, options: dict[str, Any], *, steps: int = 2, seed: int = 1
         steps=steps,
         evaluation=EVALUATION,
         short_tokens=8,
-        placebo=placebo,
     )
 
 
@@ -216,11 +215,16 @@ def test_what_is_measured(made):
 
 
 def test_a_placebo_has_the_same_entropies_at_other_tokens(made):
-    """It changes gtpo_entropy; dapo, which does not look at entropies, is the same in every bit."""
-    entropy = {"algo.advantage.estimator": "gtpo_entropy", "algo.gtpo_entropy.success_threshold": 5.0}
-    for options, same in ((entropy, False), ({"algo.advantage.estimator": "dapo"}, True)):
-        real, placebo, again = (run_of(made, options, placebo=given) for given in (False, True, True))
-        found = [run.step(1) for run in (real, placebo, again)]
+    """It changes gtpo_entropy; without a weight of the entropy it is the same in every bit."""
+    for weight, same in ((0.1, False), (0.0, True)):
+        own = {"success_threshold": 5.0, "alpha1": 1.0, "alpha2": weight}
+        placebo = {
+            "algo.advantage.estimator": "custom",
+            "algo.module_path": "benchmarks/study/methods/exchanged_entropies.py",
+            "algo.custom": own,
+        }
+        real = {"algo.advantage.estimator": "gtpo_entropy", "algo.gtpo_entropy": own}
+        found = [run_of(made, options).step(1) for options in (real, placebo, placebo)]
         assert found[0]["entropy"] == found[1]["entropy"], "what is measured is not exchanged"
         assert (found[0]["grad_norm"] == found[1]["grad_norm"]) is same
         assert found[1]["grad_norm"] == found[2]["grad_norm"]
