@@ -6,6 +6,8 @@
 #
 #   smoke        that the runner works; too small to say anything of methods
 #   claims       what the papers claim: hours on two cores
+#   real_model   four of these claims on SmolLM2-135M-Instruct, by the whole stack: nine hours on two cores
+#   mechanism    why two of them failed on a toy, predictions first: eight hours on two cores
 #   ablations    which part of a method does what: longer than claims
 #   gpu          the entropy papers' contrasts with more seeds, for one GPU
 #

@@ -32,6 +32,7 @@ def rollout_metrics(inputs: Inputs, rewards_B: Tensor, advantages_N: Tensor) -> 
         "active_completions": part.active_B.to(torch.float64).mean(),
         "success_rate": part.success_B.to(torch.float64).mean(),
         "penalised_reward": rewards_B.mean(),
+        **_shares_of_the_right(inputs),
     }
     if inputs.batch.entropies is not None:
         metrics.update(_entropy_by_class(inputs))
@@ -46,6 +47,23 @@ def mean_entropies(entropies_N: Tensor, segments: Segments) -> Tensor:
     sampled at training temperature before the first step.
     """
     return segments.sums(entropies_N) / segments.lengths_B.clamp(min=1)
+
+
+def _shares_of_the_right(inputs: Inputs) -> dict[str, Tensor]:
+    """What is right, means over groups with right and wrong completions: p of their completions, q of their tokens.
+
+    A right completion gets the advantage sqrt((1 - p)/p) where a pool counts completions, as in dapo, and
+    sqrt((1 - q)/q) where it counts tokens, as in gtpo_entropy (T1 eq. 3 without entropy).
+    """
+    groups, right_B = inputs.groups, inputs.part.success_B
+    mixed_Q = groups.any(right_B) & groups.any(inputs.part.failure_B)
+    if not bool(mixed_Q.any()):
+        return {}
+    right_Q = groups.sum(torch.where(right_B, groups.lengths_B, 0))
+    return {
+        "right_completions": (groups.count(right_B) / groups.sizes_Q)[mixed_Q].mean(dtype=torch.float64),
+        "right_tokens": (right_Q / groups.sum(groups.lengths_B))[mixed_Q].mean(),
+    }
 
 
 def _entropy_by_class(inputs: Inputs) -> dict[str, Tensor]:

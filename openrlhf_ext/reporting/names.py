@@ -303,6 +303,12 @@ METRICS = (
     Metric("algorithm/success_rate", "fraction",
         "completions that the method counts as successes (reward above `success_threshold`; in gtpo_conflict: "
         "advantage above 0)"),
+    Metric("algorithm/right_completions", "fraction",
+        "p, the share of completions that are right: a mean over groups with right and wrong ones, missing without "
+        "such. Where pools count completions (dapo, grpo, grpo_s) a right one has the advantage sqrt((1 - p)/p)"),
+    Metric("algorithm/right_tokens", "fraction",
+        "q, the share of tokens that are in right completions, of the same groups: above p where right ones are "
+        "longer. Where pools count tokens (gtpo_entropy without its entropy) a right one has sqrt((1 - q)/q)"),
     Metric("algorithm/penalised_reward", "reward", "mean reward after length penalties and a KL penalty in the reward"),
     Metric("algorithm/entropy_correct", "nats",
         "mean token entropy of the successes, before the step; missing if there are none"),

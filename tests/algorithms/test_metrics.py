@@ -40,6 +40,13 @@ def test_classes_groups_and_entropies_by_hand() -> None:
     assert found["entropy_wrong"] == pytest.approx((0.2 + 0.4 + 0.6) / 3)
 
 
+def test_shares_of_the_right_are_of_groups_that_have_both() -> None:
+    """One of two completions, with two of five tokens; the second group is all right."""
+    found = metrics()
+    assert (found["right_completions"], found["right_tokens"]) == (0.5, pytest.approx(2 / 5))
+    assert "right_tokens" not in metrics((1.0, 1.0, 0.0, 0.0)), "no group has both"
+
+
 def test_advantage_mass_by_hand() -> None:
     """Nine tokens in fifths of 2, 2, 2, 2, 1 by entropy; all of the first group have |A| = 0.707, the others 0."""
     found = metrics()

@@ -130,6 +130,7 @@ def test_the_careful_teacher_of_the_quickstart_errs_seldom_and_that_of_the_studi
 # The studies' records (benchmarks/results) name policies of these completions: other ones make other policies.
 @pytest.mark.parametrize(("family", "digest"), [
     ("fork", "e1be2b17047074f2"), ("fork_frequent", "5ad9f9cbda69b06f"), ("tags", "530121e5c29efef9"),
+    ("fork_equal", "c733f8de83fe3f9b"), ("fork_short", "5a61e3e860f150fd"),
 ])  # fmt: skip
 def test_the_completions_of_the_studies_families_stay_as_they_are(family: str, digest: str) -> None:
     settings = toy_policy.family_settings(family, shift=True, seed=3)

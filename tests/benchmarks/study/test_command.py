@@ -269,3 +269,18 @@ def test_the_studies_that_are_shipped_can_be_read(name, monkeypatch):
         # the smaller maker above stands in for the first; the second takes no words
         assert Path(maker).stem in ("toy_policy", "real_task")
         assert Path(maker).stem == "real_task" or toy_policy._parse_arguments([*words, "--output_dir", "out"])
+
+
+def test_the_study_of_ones_own_in_the_documents_can_be_read_and_every_key_is_explained(tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "science.md").read_text().split("## A study of your own")[1].split("## Statistics")[0]
+    (tmp_path / "my_study.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
+    for path in ("models/my_model", "data"):
+        (tmp_path / path).mkdir(parents=True)
+    for path in ("data/train.jsonl", "data/heldout.jsonl", "my_reward.py"):
+        (tmp_path / path).touch()
+    monkeypatch.chdir(tmp_path)
+    study = read_study(Path("my_study.yaml"))
+    assert len(study.arms) == 4
+    parts = [*study.tasks.values(), *study.cells.values(), *study.contrasts.values()]
+    named = {name for part in parts for name in type(part).model_fields}
+    assert not [name for name in named if f"`{name}`" not in text]

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from benchmarks.study.verdicts import checks_failed, judge
+from benchmarks.study.runs import runs_of
+from benchmarks.study.verdicts import checks_failed, judge, needed
 from tests.benchmarks.study.rows import row, study
 
 PRIMARY = {"role": "primary"}
@@ -94,6 +95,33 @@ def test_a_closed_gate_makes_a_claim_untestable_and_says_why():
     assert judged(pairs([0.1 + x for x in NOISE]), PRIMARY, gates=[half]).verdict == "supported"
 
 
+def test_a_gate_is_of_the_runs_that_have_its_outcome():
+    """Those by the stack do not measure lengths of evaluations; where nobody does, the gate is closed."""
+    gate = {"name": "short answers are rare", "outcome": "start/short", "high": 0.95}
+
+    def without(made):
+        first, *others = made["evaluations"]
+        return {**made, "evaluations": [{k: v for k, v in first.items() if k != "short"}, *others]}
+
+    rows = pairs([0.1 + x for x in NOISE])
+    half = [without(made) if made["cell"] == "a" else made for made in rows]
+    assert judged(half, PRIMARY, gates=[gate]).verdict == "supported"
+    nobody = judged([without(made) for made in rows], PRIMARY, gates=[gate])
+    assert nobody.verdict == "not testable here" and "found nothing" in nobody.notes[-1]
+
+
+def test_runs_by_the_stack_are_paired_at_one_commit():
+    rows = pairs([0.1 + x for x in NOISE])
+    rows[0] = {**rows[0], "commit": "another"}
+    both, local = study({"it": PRIMARY}), study({"it": PRIMARY})
+    for cell in ("a", "b"):
+        both.cells[cell] = both.cells[cell].model_copy(update={"backend": "stack"})
+    (by_stack,), (in_process,) = judge(both, rows), judge(local, rows)
+    assert sorted(by_stack.differences) == [1, 2, 3, 4, 5, 6, 7]
+    assert "1 seeds were run at different commits in both cells" in by_stack.notes
+    assert len(in_process.differences) == 8, "their code is a part of the key"
+
+
 def test_learning_rates_at_which_nothing_survives_are_left_out_for_both_cells():
     survival = {"name": "the tags survive", "outcome": "tags_collapsed", "high": 0, "share": 0.5}
     given = {"cells": ["c", "d"], "role": "primary", "survival": survival}
@@ -172,3 +200,17 @@ def test_each_cell_at_its_own_best_learning_rate_chosen_on_seeds_that_do_not_cou
     assert (
         judged([made for made in rows if made["seed"] >= 2], {"cells": ["c", "d"], "tuned_on": 2}).verdict == "no data"
     )
+
+
+def test_only_the_best_rate_is_run_on_the_seeds_that_count_and_not_before_it_is_known():
+    planned = study({"it": {"cells": ["c", "d"], "tuned_on": 2}})
+    runs = [run for run in runs_of(planned, planned.arms) if run.arm.cell in ("c", "d")]
+    tuning = [run for run in runs if run.seed < 2]
+    assert needed(planned, runs, []) == tuning
+    levels = {("c", 1e-4): 0.3, ("c", 1e-3): 0.6, ("d", 1e-4): 0.5, ("d", 1e-3): 0.1}
+    rows = [row(*arm, seed, level, rate) for (*arm, rate), level in levels.items() for seed in (0, 1)]
+    assert needed(planned, runs, rows[:-1]) == tuning
+    later = [run for run in needed(planned, runs, rows) if run.seed >= 2]
+    assert {(run.arm.cell, run.arm.learning_rate) for run in later} == {("c", 1e-3), ("d", 1e-4)} and len(later) == 12
+    compared = study({"it": {"cells": ["c", "d"], "tuned_on": 2}, "also": {"cells": ["c", "d"]}})
+    assert needed(compared, runs, []) == runs, "another contrast is about every rate"

@@ -82,7 +82,7 @@ def three_long_runs(tmp_path_factory) -> list[Path]:
     options = [
         {"actor.adam.lr": 1e-6},
         {"actor.adam.lr": 2e-6, "data.prompt_dataset": HOSTILE},
-        {"actor.adam.lr": 1e-6},
+        {"actor.adam.lr": 3e-6},
     ]
     named = [f"loss/extra{i}" for i in range(max(0, len(PLAIN) - 17))]  # as many curves as there are metrics
     return [
@@ -199,7 +199,8 @@ def test_colors_choices_and_keys(browser, tmp_path):
 def test_every_curve_shows_the_same_step_and_the_same_part_of_the_run(browser, tmp_path):
     """At both widths, light and dark: the cursor, a drag, Escape, logarithms where they exist, the axis of time."""
     page = tmp_path / "report.html"
-    page.write_text(write_page(read_runs([make_run(tmp_path / f"run{i}", 40, seed=i) for i in range(2)])))
+    runs = [make_run(tmp_path / f"run{i}", 40, seed=i, options={"actor.adam.lr": 1e-6 * (1 + i)}) for i in range(2)]
+    page.write_text(write_page(read_runs(runs)))
     papers = set()
     for width, scheme in itertools.product(reversed(SIZES), ("light", "dark")):
         browser.prefer(scheme)
@@ -244,6 +245,33 @@ def test_every_curve_shows_the_same_step_and_the_same_part_of_the_run(browser, t
     assert "loss (linear: there are values of 0 or less)" in titles and "norm" in titles
     assert browser.messages == []
     browser.prefer("light")
+
+
+def test_seeds_of_one_configuration_are_drawn_as_their_mean_and_a_band(browser, tmp_path):
+    """Two seeds and another method: two lines, of which one has a band; without the tick three."""
+    page, mine = tmp_path / "report.html", "algo.advantage.estimator"
+    given = [("dapo", 1), ("dapo", 2), ("grpo", 1)]
+    shares = ["algorithm/right_completions", "algorithm/right_tokens"]
+    options = [{mine: method, "train.seed": seed, "ckpt.output_dir": f"{method}{seed}"} for method, seed in given]
+    folders = [
+        make_run(tmp_path / f"run{i}", 20, seed=i, options=one, names=shares) for i, one in enumerate(options)
+    ]
+    runs = read_runs(folders)
+    page.write_text(write_page(runs, smooth=1))
+    browser.open(page, 1366)
+    lines = """["raw", "band"].map(kind =>
+        document.querySelectorAll("#curves [data-metric='reward/mean'] path." + kind).length)"""
+    read = "document.querySelector(\"#curves [data-metric='reward/mean'] .read\").innerText"
+    assert browser.value("SEEDS") == [[0, 1], [2]] and browser.value(lines) == [2, 1]
+    last = [[record["reward/mean"] for record in run.records if "reward/mean" in record][-1] for run in runs[:2]]
+    numbers = [float(number) for number in re.findall(r"-?[0-9]+\.[0-9]+", browser.value(read))]
+    assert numbers[:3] == pytest.approx([sum(last) / 2, min(last), max(last)], abs=2e-3)
+    assert "run0 and 1 more seed" in browser.value("document.querySelector('.tools .legend').innerText")
+    browser.value("document.querySelector('.seeds').click()")
+    assert browser.value(lines) == [3, 0]
+    table = browser.value("document.querySelector('#right table').innerText")
+    assert "q, tokens" in table and table.count("run") == 4, "its head and three runs"
+    assert browser.messages == []
 
 
 def test_a_curve_is_saved_as_a_file(browser, tmp_path):
