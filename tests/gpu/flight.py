@@ -80,7 +80,8 @@ def mixture(machine: Machine) -> dict:
     """A mixture of experts, whose engine tells which experts it took, and with these the policy agrees."""
     with Runs.open(machine, "mixture") as runs:
         runs.policy = runs.folder / "experts"
-        make_tiny_policy(runs.policy, "qwen3_moe", num_hidden_layers=4, head_dim=32)
+        experts = {"num_experts": 16, "num_experts_per_tok": 8}  # of two a token the order of addition would not matter
+        make_tiny_policy(runs.policy, "qwen3_moe", num_hidden_layers=4, head_dim=32, **experts)
         run = runs.run("mixture", train__routing_replay="rollout")
     changed = [record["moe/replay_changed"] for record in run.records]
     return report(machine, {**run.measured(), "replay_changed": changed}, ["vLLM's routed experts"])

@@ -53,13 +53,13 @@ def parity(machine: Machine) -> dict:
 
 def mixture(machine: Machine) -> dict:
     """Log-probs and all gradients of a mixture of experts, TransformerEngine's grouped linears against plain ones in
-    fp32, with given experts: routers' own choices differ by rounding."""
+    fp32, with given experts: routers' own choices differ by rounding. The same bits once more, its own choices too."""
     measured: dict[str, Any] = {}
     with one_rank(machine) as policies:
         dense = _model(machine, policies, 128)
         model = policies.Mixture(*(getattr(dense, field.name) for field in fields(dense)))
-        batch, loss = _batch(machine, policies, model)
-        batch = batch.with_experts(_drawn_experts(model, batch.lengths_B.tolist()))
+        drawn, loss = _batch(machine, policies, model)
+        batch = drawn.with_experts(_drawn_experts(model, drawn.lengths_B.tolist()))
         reference, together = _outcome(policies, model, "fp32", batch, loss, plain=True), int(batch.lengths_B.sum())
         allowed = policies.EXACT
         if machine.on_gpu:
@@ -72,6 +72,12 @@ def mixture(machine: Machine) -> dict:
             found = _outcome(policies, model, _dtype(machine), batch, loss, **arguments)
             measured[mode] = policies.differences(found, reference)
             policies.require(measured[mode], allowed, f"recompute {mode}")
+        policy = _policy(machine, policies, model, max_tokens=together)
+        for what, each in {"given experts": batch, "experts of its own": drawn}.items():
+            first_N, second_N = (policy.logprobs(each).logprobs_N for _ in range(2))
+            if not torch.equal(first_N, second_N):
+                gap = (first_N - second_N).abs().max().item()
+                raise AssertionError(f"{what}: two passes of the same weights differ by up to {gap:g} nats")
     return measured
 
 

@@ -38,10 +38,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Mixture(Model):
-    """A Qwen3 with experts."""
+    """A Qwen3 with experts: of three and more a token the sum depends on the order in which they are added."""
 
-    num_experts: int = 8
-    num_experts_per_tok: int = 2
+    num_experts: int = 16
+    num_experts_per_tok: int = 8
     moe_intermediate_size: int = 256
 
     def write(self, folder: Path) -> Path:

@@ -40,6 +40,8 @@ def with_transformer_engine(monkeypatch):
     monkeypatch.setattr(gpt_layer_specs, "get_gpt_layer_with_transformer_engine_spec", lambda **options: "TE layers")
     for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
         monkeypatch.setattr(f"megatron.core.models.common.embeddings.rope_utils.{name}", object())
+    for name in ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute"):
+        monkeypatch.setattr(f"megatron.core.transformer.moe.moe_utils.fused_{name}", object(), raising=False)
 
 
 @pytest.mark.parametrize(("dtype", "chosen"), [(torch.bfloat16, True), (torch.float32, False)])
@@ -57,6 +59,22 @@ def test_transformer_engine_takes_bf16_only(shape, with_transformer_engine, capl
     assert sequences.cu_seqlens_q is (part.boundaries if chosen else None), "the other one gets the tokens' angles"
     expected = "TransformerEngine's" if chosen else "no attention over packed sequences in torch.float32"
     assert expected in caplog.text
+
+
+@pytest.mark.parametrize(("dtype", "fixed"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_experts_add_up_in_a_fixed_order_on_transformer_engine(tmp_path, with_transformer_engine, caplog, dtype, fixed):
+    """Megatron's own permutation is a scatter_add_, in any order on a GPU: with eight experts a token two passes of the
+    same weights differed by 0.06 nats on average. Layers that cannot do better say so."""
+    for chosen in (8, 2):
+        make_tiny_model(tmp_path / f"{chosen}", "qwen3_moe", layers=2, num_experts=16, num_experts_per_tok=chosen)
+        mixture = read_model_shape(tmp_path / f"{chosen}")
+        caplog.clear()
+        with fake_rank(ParallelLayout(1), 0):
+            config = transformer_config(mixture, ParallelLayout(1), dtype, Megatron())
+            assert config.moe_permute_fusion is fixed
+            if not fixed:
+                build._spec(config, mixture.family.mlp, None)
+                assert ("two passes of the same weights differ" in caplog.text) is (chosen > 2)
 
 
 def test_a_mlp_that_transformer_engine_s_layers_do_not_have_is_refused(shape, with_transformer_engine):

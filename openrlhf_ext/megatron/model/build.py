@@ -132,18 +132,21 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=megatron.rope_fusion and uses_transformer_engine(dtype, converters),
         **shape.mlp.megatron_arguments(),
-        **_expert_arguments(shape, layout),
+        **_expert_arguments(shape, layout, uses_transformer_engine(dtype, converters)),
         **recompute_arguments(megatron),
         **{name: value for converter in converters for name, value in converter.megatron_arguments().items()},
     )
 
 
-def _expert_arguments(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any]:
+def _expert_arguments(shape: ModelShape, layout: ParallelLayout, fused: bool) -> dict[str, Any]:
+    """``fused``: TransformerEngine's permutation adds the outputs of a token's experts in a fixed order, in fp32.
+    Megatron's own is ``scatter_add_``, which adds them in any order on a GPU and rounds each time."""
     if not shape.num_experts:
         return {}
     return {
         "expert_model_parallel_size": layout.expert_parallel_size,
         "expert_tensor_parallel_size": layout.expert_tensor,
+        "moe_permute_fusion": fused,
     }
 
 
@@ -233,7 +236,10 @@ def _spec(
         why = "is not installed"
         if has_transformer_engine():
             why = f"has no attention over packed sequences in {config.params_dtype} (megatron.param_dtype bf16 has)"
-        logger.warning("layers: plain torch, slower on a GPU, because TransformerEngine %s", why)
+        what = "slower on a GPU"
+        if config.num_moe_experts and config.moe_router_topk > 2:
+            what += ", and two passes of the same weights differ, since a token's experts are added up in any order"
+        logger.warning("layers: plain torch, %s, because TransformerEngine %s", what, why)
     return block_spec(config, mlp, vp_stage, converters)
 
 
