@@ -28,7 +28,7 @@
 # (every process there: worker-*-PID.err). Which process a rank or an engine is: the event "ready" in events.jsonl.
 
 DEFAULT_FORWARD="NCCL_* GLOO_* UCX_* NVTE_* VLLM_* RAY_* HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE OMP_NUM_THREADS WANDB_MODE
-    CUDA_DEVICE_MAX_CONNECTIONS"
+    CUDA_DEVICE_MAX_*"
 # a killed process takes its children along in this time, or is killed; RaySession needs up to 10 s
 GRACE_S=30
 

@@ -86,8 +86,8 @@ start_ray() {
         options+=(--node-ip-address "$name")
     fi
     session=$(mktemp -d "${RAY_TMPDIR:-/tmp}/ray_XXXXXX")
-    # Megatron's advice for tensor parallelism before Blackwell: communication is launched in the order of the program
-    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+    # shellcheck source=examples/scripts/cuda_queues.sh
+    source "$ROOT/examples/scripts/cuda_queues.sh"
     unset RAY_ADDRESS
     "$ray" start "$@" --num-gpus "$gpus" --num-cpus "$cpus" --temp-dir "$session" "${options[@]}" &
     child=$!

@@ -175,6 +175,7 @@ esac""",
     "ray": r"""
 printf '%s\n' "ray $*" >>"$CALLS"
 [[ $1 != start ]] || printf '%s %s\n' "$RAY_AUTH_MODE" "$(cat "$RAY_AUTH_TOKEN_PATH")" >>"$CALLS.tokens"
+[[ $1 != start ]] || env | grep ^CUDA_DEVICE_MAX >"$CALLS.queues"
 [[ $2 != --head ]] || echo $$ >"$CALLS.head"
 [[ $1 != start || -n ${ENDS:-} ]] || exec sleep 1000
 [[ $1 != job || $2 != submit ]] || exec REAL_PYTHON -c '
@@ -326,6 +327,22 @@ def test_a_node_starts_ray_or_joins_it(cluster) -> None:
     )
     assert cluster.call("ray_node.sh", "join") == 2
     assert cluster.call("ray_node.sh", "head", NODE_GPUS="0") == 1 and "no GPU" in cluster.errors
+
+
+def test_ranks_have_the_same_queues_on_a_cluster_and_in_the_kit(cluster) -> None:
+    """A setting of one's own reaches every node, and counts."""
+    queues = Path(f"{cluster.calls}.queues")
+    for given in ({}, {"CUDA_DEVICE_MAX_COPY_CONNECTIONS": "2"}):
+        assert cluster.call("ray_node.sh", "head", ENDS="1", **given) == 0, cluster.errors
+        kit = subprocess.run(
+            ["bash", "-c", "source tests/gpu/environment.sh; env | grep ^CUDA_DEVICE_MAX"], cwd=ROOT, text=True,
+            env=os.environ | {"PYTHON": sys.executable} | given, capture_output=True, check=True, timeout=PATIENCE_S,
+        )  # fmt: skip
+        found = sorted(queues.read_text().splitlines())
+        assert found == sorted(kit.stdout.splitlines()) and len(found) == 2
+        assert found[1].partition("=")[2] == given.get("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "8")
+    assert cluster.call("train_recipe.sh", *WORDS, CUDA_DEVICE_MAX_COPY_CONNECTIONS="4") == 0, cluster.errors
+    assert "CUDA_DEVICE_MAX_COPY_CONNECTIONS=4" in queues.read_text()
 
 
 @pytest.mark.parametrize("kind", ["slurm", "ssh"])

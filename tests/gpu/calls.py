@@ -29,6 +29,7 @@ class Check:
 
 POLICY = ("megatron", "pydantic", "transformers", "safetensors")
 SEGMENTS = (("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),)
+ONE_QUEUE = (("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "1"),)
 ENGINE = ("vllm", "pydantic", "transformers", "tokenizers", "safetensors")
 RUN = (*POLICY, "vllm", "ray", "openrlhf", "psutil", "tokenizers")
 
@@ -61,6 +62,7 @@ CHECKS = (
     Check("tests.gpu.layers:training", 2, 90, POLICY),
     Check("tests.gpu.layers:optimizer", 2, 60, POLICY),
     Check("tests.gpu.memory:streaming", 2, 150, (*POLICY, "psutil")),
+    Check("tests.gpu.memory:streaming_by_one_queue", 2, 150, (*POLICY, "psutil"), ONE_QUEUE),
     Check("tests.gpu.layers:rope", 2, 60, POLICY),
     Check("tests.gpu.layers:shapes", 2, 150, POLICY),
     # ---- call 3: size -----------------------------------------------------------------------------------------------

@@ -63,6 +63,8 @@ if [[ -z "${CUDNN_HOME:-}" ]]; then
     CUDNN_HOME="$("$python" -c 'from openrlhf_ext.fp8 import wheel_folder as f; print(f("cudnn") or "")')"
     if [[ -n "$CUDNN_HOME" ]]; then export CUDNN_HOME; fi
 fi
+# shellcheck source=examples/scripts/cuda_queues.sh
+source "$ROOT/examples/scripts/cuda_queues.sh"
 # one thread for each process: those of a check share the cores
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 

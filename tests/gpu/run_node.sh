@@ -13,4 +13,6 @@ python=${PYTHON:-${OPENRLHF_EXT_VENV:-.venv}/bin/python}
 [[ -x $(command -v "$python") ]] || python=python3
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 WANDB_MODE=disabled PYTHONUNBUFFERED=1
+# shellcheck source=examples/scripts/cuda_queues.sh
+source examples/scripts/cuda_queues.sh
 exec "$python" -m tests.gpu.node "$@"
