@@ -15,7 +15,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,7 @@ _LISTED = 5
 _AT_ONCE = 1 << 24
 _AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 """Kernels that take experts as they are loaded (fused_moe/oracle/unquantized.py:329)."""
+_OF_PART = {"w1": "w13_weight", "w3": "w13_weight", "w2": "w2_weight"}
 _SCORES = "compute_topk_scores"
 _EXPERT = re.compile(r"(.+)\.(\d+)\.(\w+)\.weight")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -224,6 +225,7 @@ class HeldWeights:
             self._sum_before_processing(module)
         self._before: dict[str, tuple[Tensor, int]] = {}
         self._arrived: dict[str, Tensor] = {}
+        self._kept: dict[RoutedExperts, dict[str, Any]] = {}
 
     def watch(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass an update on; sum those of its tensors that will be held in another form."""
@@ -237,20 +239,44 @@ class HeldWeights:
                 self._arrived[name] = bit_sum(whole)
             yield name, tensor
 
+    def keep_experts(self) -> None:
+        """To be called before vLLM's reload, which puts other tensors into the modules: from now on `together` loads
+        experts into those that the kernel reads, where it takes them as they are loaded. What pads them is 0."""
+        self._kept.clear()
+        for layer in dict.fromkeys(layer for layer, _, _ in self._experts.values()):
+            if getattr(layer.quant_method, "unquantized_backend", None) not in _AS_LOADED:
+                continue
+            self._kept[layer] = {name: getattr(layer, name) for name in {*_OF_PART.values()}}
+            config = layer.moe_config
+            unpadded = config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded
+            if tuple(layer.w2_weight.shape[1:]) != unpadded:  # a sleep may have given it up
+                for parameter in self._kept[layer].values():
+                    parameter.data.zero_()
+
     def together(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Loads the experts of a layer, all gates at once, all ups and all downs, and passes the rest of an update on.
-        One by one, each of 18,432 is looked up among 384 names and counted on the meta device before it is copied."""
+        """Loads experts, and passes the rest of an update on.
+
+        An expert goes to where the kernel reads it when it comes: nothing is held twice, and vLLM, which finds no
+        tensor of the layer in the update, leaves the layer as it is. Where a kernel wants them in another form, those
+        of a layer are loaded together, all gates at once, all ups and all downs. One by one, each of 18,432 would be
+        looked up among 384 names and counted on the meta device before it is copied.
+        """
         waiting: dict[tuple[RoutedExperts, str], dict[int, tuple[str, Tensor]]] = {}
         for name, tensor in stream:
             if name not in self._experts:
                 yield name, tensor
                 continue
             layer, number, part = self._experts[name]
+            if layer in self._kept:
+                _load_experts(layer, layer.weight_loader, self._kept[layer], part, tensor, number)
+                continue
             found = waiting.setdefault((layer, part), {})
             found[number] = name, tensor
             if len(found) == layer.local_num_experts:
                 del waiting[layer, part]
-                _load_experts(layer, part, [found[each][1] for each in range(len(found))])
+                weights = torch.stack([found[each][1] for each in range(len(found))])
+                new = {name: getattr(layer, name) for name in {*_OF_PART.values()}}
+                _load_experts(layer, new[_OF_PART[part]].weight_loader, new, part, weights, 0)
         for found in waiting.values():  # some of a layer's were left out: vLLM takes the others
             yield from found.values()
 
@@ -355,14 +381,16 @@ class HeldWeights:
         return (layer, int(found[2]), parts[found[3]]) if found[3] in parts else None
 
 
-def _load_experts(layer: RoutedExperts, part: str, experts: Sequence[Tensor]) -> None:
-    """By vLLM's own loader of a parameter, which takes the experts of a layer as one tensor, too (vllm 0.29.0
-    fused_moe/routed_experts.py:678, ``full_load``)."""
-    name = "w2_weight" if part == "w2" else "w13_weight"
-    parameter = getattr(layer, name)
-    taken = parameter.weight_loader(
-        param=parameter, loaded_weight=torch.stack(list(experts)), weight_name=f"{layer.layer_name}.{name}",
-        shard_id=part, expert_id=0, return_success=True,
+def _load_experts(
+    layer: RoutedExperts, loader: Callable[..., Any], parameters: Mapping[str, Any], part: str, weights: Tensor,
+    number: int,
+) -> None:  # fmt: skip
+    """By vLLM's own loader of experts, which cuts out the worker's shard: of the expert of this number, or of all
+    experts of the layer as one tensor (vllm 0.29.0 fused_moe/routed_experts.py:678, ``full_load``)."""
+    name = _OF_PART[part]
+    taken = loader(
+        param=parameters[name], loaded_weight=weights, weight_name=f"{layer.layer_name}.{name}", shard_id=part,
+        expert_id=number, return_success=True,
     )  # fmt: skip
     assert taken, f"vLLM takes {part} of {layer.layer_name}"
 
@@ -466,6 +494,7 @@ class WeightSyncExtension:
         if isinstance(self._held, HeldAdapter):
             self._held.replace(stream)
             return
+        self._held.keep_experts()
         self.reload_weights(weights_iterator=self._held.together(self._held.watch(stream)))
         repack_tied_heads(self.model_runner.get_model())
 
@@ -478,8 +507,9 @@ class WeightSyncExtension:
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:
     """vLLM warns at every reload about rotary embeddings, which have buffers and nothing in a checkpoint, and about
-    experts, which it loads under another name than it then looks for (v1/worker/gpu_model_runner.py:5681)."""
+    experts, which it loads under another name than it then looks for (v1/worker/gpu_model_runner.py:5681), or does not
+    load (`HeldWeights.together`)."""
     text = record.getMessage()
     if text.startswith("Following weights were not loaded from checkpoint"):
         return not all(".routed_experts." in name for name in re.findall(r"'([^']+)'", text))
-    return "RotaryEmbedding: Failed to load weights" not in text
+    return not re.search("(RotaryEmbedding|RoutedExperts): Failed to load weights", text)

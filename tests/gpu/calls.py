@@ -11,7 +11,8 @@ class Check:
 
     Attributes:
         name: "module:function" of a ``check(machine) -> dict``, see ``kit``.
-        call: 1 needs nothing built, 2 builds TransformerEngine and needs it, 3 is about size, 4 about FP8, 5 and 6 are
+        call: 0 is what decides most in nine minutes, from the whole bundle, in the order of what a second of it decides;
+            1 needs nothing built, 2 builds TransformerEngine and needs it, 3 is about size, 4 about FP8, 5 and 6 are
             whole runs with vLLM and Ray: 5 the ways of a run, 6 failures and real sizes.
         seconds: limit on a GPU, and on a CPU.
         needs: packages without which it is skipped: the bundle brings them to a machine that lacks them.
@@ -34,6 +35,17 @@ ENGINE = ("vllm", "pydantic", "transformers", "tokenizers", "safetensors")
 RUN = (*POLICY, "vllm", "ray", "openrlhf", "psutil", "tokenizers")
 
 CHECKS = (
+    # ---- call 0: nine minutes. Limits are twice the seconds that each is expected to take (785 in all) ----------------
+    Check("tests.gpu.transport:checksums", 0, 30),  # every sync is proved by this sum: 10 s
+    Check("tests.gpu.head:against_fp64", 0, 60, ("pydantic",)),  # 25 s
+    Check("tests.gpu.transport:ipc", 0, 60),  # frames, versions, a dead engine: 25 s
+    Check("tests.gpu.engine_alone:first", 0, 110, ENGINE),  # FlashAttention 3, both levels of sleep: 55 s
+    Check("tests.gpu.flight:base", 0, 190, RUN),  # everything once: 95 s
+    Check("tests.gpu.memory:streaming_of_four_shards", 0, 60, (*POLICY, "psutil")),  # 30 s
+    Check("tests.gpu.flight:mixture", 0, 240, RUN),  # replay, experts' reload and sums: 120 s
+    Check("tests.gpu.flight:drift_check", 0, 150, RUN),  # sleep and wake move nothing: 75 s
+    Check("tests.gpu.engine_alone:graphs", 0, 180, ENGINE),  # compile and capture: 90 s
+    Check("tests.gpu.flight:adapters", 0, 160, RUN),  # if time is left: 80 s
     # ---- call 1: nothing is built -----------------------------------------------------------------------------------
     Check("tests.gpu.products:products", 1, 60),
     Check("tests.gpu.transport:collective", 1, 60),

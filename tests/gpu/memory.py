@@ -80,21 +80,29 @@ def streaming(machine: Machine) -> dict[str, Any]:
     Raises:
         NotHere: too little host memory for 12 bytes a parameter.
     """
-    measured = _streamed(machine)
+    return _in_time(_streamed(machine, _SHARDS), machine)
+
+
+def streaming_of_four_shards(machine: Machine) -> dict[str, Any]:
+    """The same of a quarter: the registering of host memory is what takes long."""
+    return _in_time(_streamed(machine, _SHARDS // 4), machine)
+
+
+def _in_time(measured: dict[str, Any], machine: Machine) -> dict[str, Any]:
     if machine.on_gpu:
         share = measured["gb_per_s_each_way"] / measured["bus_gb_per_s_each_way"]
-        in_time = measured["seconds"][-1] <= _LONGEST_UPDATE_S
+        in_time = measured["seconds"][-1] <= _LONGEST_UPDATE_S * measured["parameters"] / 4e9
         assert in_time and share >= _SHARE_OF_THE_BUS, f"an update is too slow: {measured}"
     return measured
 
 
-def _streamed(machine: Machine) -> dict[str, Any]:
+def _streamed(machine: Machine, count: int) -> dict[str, Any]:
     entries = 250_000_000 if machine.on_gpu else 1000
-    needed, there = 12 * _SHARDS * entries, psutil.virtual_memory().available
+    needed, there = 12 * count * entries, psutil.virtual_memory().available
     if needed > 0.8 * there:
         raise NotHere(f"{needed >> 30} GiB of host memory, of which {there >> 30} are free")
     kind = Adam if machine.on_gpu else torch.optim.AdamW
-    shards = [torch.full((entries,), 0.5 + n, dtype=torch.bfloat16, device=machine.device) for n in range(_SHARDS)]
+    shards = [torch.full((entries,), 0.5 + n, dtype=torch.bfloat16, device=machine.device) for n in range(count)]
     gradients = [torch.rand(entries, device=machine.device) - 0.5 for _ in shards]
     main = shards[0].float()
     device = kind([main], lr=1e-2, weight_decay=0.1)
@@ -113,7 +121,7 @@ def _streamed(machine: Machine) -> dict[str, Any]:
         assert torch.equal(held[name], resident[name].cpu()), f"{name} differs from Adam on the device"
     assert torch.equal(shards[0], main.bfloat16()), "the weights are not those of their masters"
     return {
-        "parameters": _SHARDS * entries, "seconds": seconds, "allocating_and_pinning_s": allocated,
+        "parameters": count * entries, "seconds": seconds, "allocating_and_pinning_s": allocated,
         "gb_per_s_each_way": 1e-9 * needed / seconds[-1], "bus_gb_per_s_each_way": _bus(machine),
         "copy_queues": os.environ.get("CUDA_DEVICE_MAX_COPY_CONNECTIONS"),
     }  # fmt: skip
@@ -122,7 +130,7 @@ def _streamed(machine: Machine) -> dict[str, Any]:
 def streaming_by_one_queue(machine: Machine) -> dict[str, Any]:
     """The same with one copy queue, as ``CUDA_DEVICE_MAX_CONNECTIONS=1`` alone would leave: what both ways at a time are
     worth. Its pace is told and not judged."""
-    return _streamed(machine)
+    return _streamed(machine, _SHARDS // 4)
 
 
 def _bus(machine: Machine) -> float:

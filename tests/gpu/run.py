@@ -54,6 +54,7 @@ DISTRIBUTIONS = (
 LEAST_S = 5.0  # to import torch and begin
 _SAY_S = 3.0
 _OUTPUT_CHARACTERS = 4000
+_LINE, _WORD = 160, 40
 TIME_WAS_UP = "not run: time was up"
 CARRIED = "passed before"
 
@@ -279,7 +280,7 @@ def run(plan: Plan) -> int:
         report["checks"][check.name] = outcome
         write(plan.output, report)
         print(
-            f"{check.name:{width}}  {outcome['status']:8} {outcome['seconds']:6.1f} s  {last_line(outcome)}", flush=True
+            f"{check.name:{width}}  {outcome['status']:8} {outcome['seconds']:6.1f} s  {finding(outcome)}", flush=True
         )
     counts = Counter(outcome["status"] for outcome in report["checks"].values())
     said = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped", "not run"))
@@ -289,10 +290,29 @@ def run(plan: Plan) -> int:
     return 2 if counts["not run"] else 0 if counts["passed"] + len(carried) else 1
 
 
-def last_line(outcome: dict[str, Any]) -> str:
-    """The end of an error says what it was; nothing for a success."""
-    lines = outcome.get("error", "").strip().splitlines()
-    return lines[-1][:160] if lines else ""
+def finding(outcome: dict[str, Any]) -> str:
+    """What a check found, in a line, so that a call that is cut still tells: the end of an error, or the first numbers
+    that were measured."""
+    if lines := outcome.get("error", "").strip().splitlines():
+        return lines[-1][:_LINE]
+    told: list[str] = []
+    for name, value in _leaves(outcome.get("measured", {})):
+        text = f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        if sum(map(len, told)) + len(text) > _LINE:
+            break
+        told.append(text)
+    return ", ".join(told)
+
+
+def _leaves(measured: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Numbers, flags and short words by dotted name; the last of a list."""
+    if isinstance(measured, dict):
+        for key, value in measured.items():
+            yield from _leaves(value, f"{name}.{key}" if name else key)
+    elif isinstance(measured, list) and measured:
+        yield from _leaves(measured[-1], name)
+    elif isinstance(measured, int | float) or (isinstance(measured, str) and len(measured) < _WORD):
+        yield name, measured
 
 
 def _plain(value: Any) -> Any:
@@ -364,7 +384,7 @@ def commit() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--call", type=int, choices=(1, 2, 3, 4, 5, 6), default=1)
+    parser.add_argument("--call", type=int, choices=range(7), default=1)
     parser.add_argument("--minutes", type=float, default=8.0, help="for all checks together")
     parser.add_argument("--output", type=Path, default=Path("gpu.json"))
     parser.add_argument("--bundle", type=Path, help="folder that bundle.sh made: wheels, goldens")

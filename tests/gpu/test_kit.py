@@ -110,6 +110,25 @@ def test_a_bad_check_fails_alone_and_the_others_go_on(tmp_path: Path) -> None:
     assert checks["good"]["measured"] == {"device": "cpu", "bundle": str(tmp_path)}
     assert not is_there(int((tmp_path / "child").read_text())), "a process of the hanging check is left"
     assert "1 passed, 5 failed, 2 skipped, 0 not run" in text.splitlines()[-1]
+    (good,) = [line for line in text.splitlines() if ":good " in line]
+    assert "device cpu" in good, "what was found, though the call may be cut after it"
+
+
+def test_a_finding_is_one_line_of_numbers_and_short_words() -> None:
+    measured = {"kl": [1e-3, 2.5e-4], "bits": {"same": True, "name": "x" * 200}, "empty": [], "seconds": 3}
+    assert kit_run.finding({"measured": measured}) == "kl 0.00025, bits.same True, seconds 3"
+    assert kit_run.finding({"error": "one\n  two: three", "measured": measured}) == "  two: three"
+    assert len(kit_run.finding({"measured": {f"number{i}": i for i in range(100)}})) < 200
+
+
+def test_call_0_has_what_the_whole_bundle_can_run_and_names_checks_of_other_calls() -> None:
+    """Its limits are no tighter than what a check is expected to take; nothing in it builds TransformerEngine."""
+    first = [check for check in calls.CHECKS if check.call == 0]
+    others = {check.name for check in calls.CHECKS if check.call != 0}
+    assert len(first) == 10 and [check.name for check in first if check.name not in others] == [
+        "tests.gpu.memory:streaming_of_four_shards"
+    ]
+    assert not any("te_build" in check.name or "layers" in check.name for check in first)
 
 
 def test_what_has_no_time_left_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

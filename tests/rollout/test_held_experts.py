@@ -3,6 +3,8 @@ sides."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,12 +38,17 @@ class Method(UnquantizedFusedMoEMethod):
 class Layer(RoutedExperts):
     """A worker's shards. ``more``: widths above those of the model, which hold whatever the memory held."""
 
-    def __init__(self, backend: Backend, workers: int, more: tuple[int, int], local: int = EXPERTS) -> None:
+    def __init__(
+        self, backend: Backend, workers: int, more: tuple[int, int], local: int = EXPERTS, worker: int = 0
+    ) -> None:
         nn.Module.__init__(self)
         width, hidden = WIDTH // workers + more[0], HIDDEN + more[1]
         self.moe_config = SimpleNamespace(
-            intermediate_size_per_partition_unpadded=WIDTH // workers, hidden_dim_unpadded=HIDDEN
-        )
+            intermediate_size_per_partition_unpadded=WIDTH // workers, hidden_dim_unpadded=HIDDEN,
+            is_act_and_mul=True, tp_rank=worker, moe_parallel_config=SimpleNamespace(tp_size=workers),
+        )  # fmt: skip
+        self.layer_name, self.quant_config = "experts", None
+        self.expert_map_manager = SimpleNamespace(map_global_to_local=lambda number: number)
         self.ckpt_gate_proj_name, self.ckpt_up_proj_name, self.ckpt_down_proj_name = "gate_proj", "up_proj", "down_proj"
         self.intermediate_size_per_partition, self.params_dtype = width, torch.bfloat16
         self.global_num_experts, self.local_num_experts = EXPERTS, local
@@ -70,15 +77,19 @@ def weights() -> dict[str, Tensor]:
     }
 
 
+def model_of(experts: Layer) -> nn.Module:
+    model = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([nn.Module()])})})
+    model["model"]["layers"][0].mlp = nn.Module()
+    model["model"]["layers"][0].mlp.experts = nn.ModuleDict({"routed_experts": experts})
+    return model
+
+
 def update(workers: int, loaded: dict[str, Tensor], sent: dict[str, Tensor], **layer: Any) -> Any:
     """What the workers of an engine sum; raises WeightSyncMismatch."""
     plan, told = plan_of(sent, 1 << 20), []
     for worker in range(workers):
         experts = Layer(workers=workers, **layer)
-        model = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([nn.Module()])})})
-        model["model"]["layers"][0].mlp = nn.Module()
-        model["model"]["layers"][0].mlp.experts = nn.ModuleDict({"routed_experts": experts})
-        held = HeldWeights(model, plan, workers)
+        held = HeldWeights(model_of(experts), plan, workers)
         list(held.watch(iter(sent.items())))
         experts.load(loaded, worker, workers)
         told.append(held.sums())
@@ -109,3 +120,39 @@ def test_an_expert_that_is_another_s_is_named(backend: Backend, part: str, worke
 def test_experts_that_are_dealt_to_workers_count_as_received() -> None:
     sent = weights()
     assert update(1, sent, sent, backend=Backend.CPU, more=(0, 0), local=1).as_received == len(sent)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("more", [(0, 0), (32, 64)], ids=str)
+def test_an_expert_goes_to_its_rows_when_it_comes_and_is_let_go(more: tuple[int, int], workers: int) -> None:
+    """While vLLM reloads, the modules have other tensors than the kernel; it gets no tensor of the layer."""
+    sent, told, most = weights(), [], 0
+    plan = plan_of(sent, 1 << 20)
+    for worker in range(workers):
+        experts, alive = Layer(Backend.TRITON, workers, more, worker=worker), weakref.WeakSet()
+
+        def frames(alive: weakref.WeakSet = alive) -> Iterator[tuple[str, Tensor]]:
+            nonlocal most
+            for name, tensor in sent.items():
+                frame = tensor.clone()
+                alive.add(frame)
+                most = max(most, len(alive))
+                yield name, frame
+
+        held = HeldWeights(model_of(experts), plan, workers)
+        held.keep_experts()
+        kernel = {name: getattr(experts, name) for name in ("w13_weight", "w2_weight")}
+        for name, parameter in kernel.items():
+            setattr(experts, name, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
+        assert list(held.together(held.watch(frames()))) == [], "vLLM has nothing to load"
+        for name, parameter in kernel.items():
+            setattr(experts, name, parameter)
+        told.append(held.sums())
+        width = WIDTH // workers
+        assert not experts.w2_weight[:, HIDDEN:].any() and not experts.w2_weight[:, :, width:].any()
+        assert torch.equal(
+            experts.w2_weight[1, :HIDDEN, :width], sent[f"{AT}.1.down_proj.weight"].chunk(workers, 1)[worker]
+        )
+    assert most <= 2, "of nine tensors the one that comes, and the one before it"
+    sums = [words(tensor, tensor.shape, workers) for tensor in sent.values()]
+    check_receipts(plan, [int(bit_sum(each)) for each in sums if each is not None], [together([0.0], told)], 1)
