@@ -71,6 +71,34 @@ def test_engines_on_gpus_need_bf16(task):
         processes._create_engines(config, True, None, policy_path(config), 1, 0, adapter=(4, ("q_proj",)))
 
 
+def test_adapters_of_a_mixture_are_refused_on_gpus_too(task, tmp_path):
+    make_tiny_model(tmp_path / "mixture", "qwen3_moe", layers=2)
+    config = load_config(task.options("out", ds__lora__rank=4))
+    for use_gpu in (False, True):
+        with pytest.raises(ValueError, match="adapters of a mixture of experts.*set vllm.lora merged"):
+            processes._create_engines(
+                config, use_gpu, None, str(tmp_path / "mixture"), 1, 0, adapter=(4, ("q_proj",))
+            )  # fmt: skip
+
+
+def test_engines_on_gpus_that_tell_their_experts_take_a_kernel_that_does(task, monkeypatch):
+    """With a stand-in for the actor, of which only the arguments are of interest."""
+    given = []
+    monkeypatch.setattr(launch, "_gpu_placements", lambda options, places: [({}, {})])
+    monkeypatch.setattr(launch, "EngineFleet", lambda start, count: [start(index) for index in range(count)])
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda **arguments: given.append(arguments)))
+    monkeypatch.setattr(launch.ray, "remote", lambda kind: actor)
+    options = load_config(task.options("out")).vllm.model_copy(
+        update={"num_engines": 1, "dtype": "bf16", "gpu_memory_utilization": 0.5, "max_requests": 8}
+    )
+    for routed in (True, False):
+        launch.create_rollout_engines(
+            "policy", options, max_model_len=64, request_timeout_s=1.0, executor_factory=list, use_gpu=True, seed=0,
+            places=object(), routed_experts=routed,
+        )  # fmt: skip
+    assert [arguments.get("moe_backend") for arguments in given] == ["triton", None]
+
+
 def test_the_policys_schedule_leaves_out_the_steps_in_which_it_is_frozen(task):
     config = load_config(
         task.options("out", **GAE, critic__freezing_steps=2, train__batch_size=16, train__max_epochs=2)

@@ -226,7 +226,7 @@ def test_an_interpreter_without_torch_or_with_an_old_one_is_refused(tmp_path: Pa
     ("words", "message"),
     [
         (["--bundle", "nowhere"], "--bundle must be a folder"),
-        (["--only", "nothing"], "--only nothing names no check; these are known: tests.gpu.products:products"),
+        (["--only", "nothing"], "--only nothing names no check; these are known: tests.gpu.transport:checksums"),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch, words: list[str], message: str) -> None:
