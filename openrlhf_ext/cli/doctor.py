@@ -62,6 +62,7 @@ class GpuHost:
         engine_error: why TransformerEngine cannot be imported; None: it can, or it is not installed.
         ptrace_scope: Yama's, see `rollout.sync.cuda_ipc`.
         sharded_rdt: what vLLM's sharded weight transfer lacks, which is not used here (docs/weight_sync.md).
+        numa: nodes of the GPUs, on which states in host memory are kept (ds.adam_offload).
     """
 
     cuda: str
@@ -74,6 +75,7 @@ class GpuHost:
     engine_error: str | None = None
     ptrace_scope: int = 0
     sharded_rdt: str = ""
+    numa: str = "unknown"
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -83,7 +85,7 @@ class GpuHost:
             ("cuDNN", f"{'.'.join(map(str, self.cudnn))} ({', '.join(self.cudnn_libraries) or 'not found as a file'})"),
             ("gcc", self.compiler or "absent"), ("Python.h", self.python_header or "absent"),
             ("TransformerEngine", engine or "absent"), ("ptrace_scope", str(self.ptrace_scope)),
-            ("sharded_rdt of vLLM", f"not used; {self.sharded_rdt}"),
+            ("sharded_rdt of vLLM", f"not used; {self.sharded_rdt}"), ("NUMA nodes", self.numa),
         ]  # fmt: skip
 
     def problems(self) -> Iterator[str]:
@@ -147,8 +149,16 @@ def examine_gpu_host() -> GpuHost:
         cudnn_libraries=tuple(sorted(_cudnn_libraries())), compiler=shutil.which("gcc"),
         python_header=str(header) if header.is_file() else None, transformer_engine=engine,
         engine_error=_engine_error() if engine else None, ptrace_scope=ptrace_scope(),
-        sharded_rdt=_sharded_rdt(installed_version("ray"), installed_version("nixl")),
+        sharded_rdt=_sharded_rdt(installed_version("ray"), installed_version("nixl")), numa=_numa_nodes(),
     )  # fmt: skip
+
+
+def _numa_nodes() -> str:
+    from openrlhf_ext.megatron.step.numa import gpu_addresses, node_of
+
+    found = [(address, node_of(address)) for address in gpu_addresses().values()]
+    said = [f"GPU {address} on node {node[0]} ({len(node[1])} cores)" for address, node in found if node is not None]
+    return ", ".join(said) or "one, or not told by /sys"
 
 
 def _sharded_rdt(ray: str | None, nixl: str | None) -> str:

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from openrlhf_ext.megatron.step.numa import near_gpu
+
 MOMENTS, MASTER = ("exp_avg", "exp_avg_sq"), "master"
 _BLOCK = 1 << 26  # entries
 _SLOTS = 2  # a block comes in while the one before it is computed, and leaves while the next one is
@@ -216,15 +218,18 @@ def _seconds(first: Any, last: Any) -> float:
 
 
 def _host_memory(entries: int, device: torch.device, owner: HostOptimizer) -> Tensor:
-    """Zeros; for a GPU registered with the driver, as long as ``owner`` is there: torch's own pinned memory is rounded
-    up to a power of two. Raises MemoryError."""
+    """Zeros; for a GPU on its NUMA node, and registered with the driver as long as ``owner`` is there: torch's own
+    pinned memory is rounded up to a power of two. Raises MemoryError."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     size = f"rank {rank}: {4 * entries / 2**30:.1f} GiB of host memory for Adam's states (ds.adam_offload)"
     try:
-        row = torch.zeros(entries)
+        if device.type != "cuda":
+            return torch.zeros(entries)
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        row = near_gpu(uuid, lambda: torch.zeros(entries))
     except RuntimeError as error:  # of torch's allocator
         raise MemoryError(f"{size} cannot be had: {error}") from error
-    if device.type != "cuda" or not entries:
+    if not entries:
         return row
     runtime = torch.cuda.cudart()
     if code := int(runtime.cudaHostRegister(row.data_ptr(), row.nbytes, 0)):
