@@ -70,9 +70,7 @@ def probe(
 def _chosen(study: Study, arms: Sequence[Arm], cell: str) -> tuple[str, dict[str, dict[str, Any]]]:
     """The task of a cell, its options, and those of the arms on the task that can be probed."""
     if cell not in study.cells or study.cells[cell].backend != "local":
-        raise StudyError(
-            f"--probe must name a cell with backend local ({', '.join(study.cells)}), got {cell}"
-        )
+        raise StudyError(f"--probe must name a cell with backend local ({', '.join(study.cells)}), got {cell}")
     name = study.cells[cell].task
     options: dict[str, dict[str, Any]] = {}
     for arm in study.arms:

@@ -2,8 +2,8 @@
 
     python examples/python/real_task.py --seed 0 --output_dir runs/start/policy --data_dir runs/start/data
 
-The policy is a link to the cached model (real_model.py), the same for every seed; the problems are those of gym_task.py,
-two numbers from 0 to 10. What is held out is held out for every seed.
+The policy is a link to the cached model (real_model.py), the same for every seed; the problems are those of
+gym_task.py, two numbers from 0 to 10. What is held out is held out for every seed.
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ _TWO_DIGITS = {
     "largest_value": 50, "slips": (-10, -1, 1, 10), "knowledge_passes": 3, "knowledge_slip_rate": 0.0,
 }  # fmt: skip
 _FORK = _TWO_DIGITS | {
-    "knowledge_steps": 1800, "careless_steps": 120, "slip_rate": 0.15, "direct_knowledge": 0.3, "direct_careless": 0.994,
+    "knowledge_steps": 1800, "careless_steps": 120, "slip_rate": 0.15, "direct_knowledge": 0.3,
+    "direct_careless": 0.994,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     # One digit: all facts are known before the warm start ends, so that its end does not depend on a processor's

@@ -123,7 +123,8 @@ def create_rollout_engines(
         share = required(options.gpu_memory_utilization, "vllm.gpu_memory_utilization")
         engine_args |= {"gpu_memory_utilization": share, "enable_sleep_mode": options.enable_sleep}
         if routed_experts:
-            engine_args["moe_backend"] = "triton"  # FlashInfer's of B200 keeps its routers' choice to itself, and says so
+            # FlashInfer's, which vLLM takes on B200, keeps its routers' choice to itself, and vLLM refuses the two
+            engine_args["moe_backend"] = "triton"
         placements = _gpu_placements(options, places)
     max_requests = required(options.max_requests, "vllm.max_requests")
     actor_class = ray.remote(RolloutEngine)

@@ -33,6 +33,25 @@ def _bit_sum_kernel(
     tl.atomic_add(total_ptr, tl.sum(sums, 0))
 
 
+@triton.jit
+def _mixed_kernel(words_ptr, mixed_ptr, rows, FACTOR: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    places = row[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    mixed = tl.sum(tl.load(words_ptr + places, mask=inside[:, None], other=0), 1) * FACTOR
+    tl.store(mixed_ptr + row, mixed ^ (mixed >> 32), mask=inside)
+
+
+def mixed(words: Tensor, factor: int) -> Tensor:
+    """(N,): the sums of the rows of (N, W) words, mixed."""
+    found = torch.empty(len(words), dtype=torch.int64, device=words.device)
+    with torch.cuda.device_of(words):
+        _mixed_kernel[(triton.cdiv(len(words), _ROWS),)](
+            words, found, len(words), FACTOR=factor, WORDS=words.shape[1], ROWS=_ROWS
+        )
+    return found
+
+
 def bit_sum(words: Tensor, factor: int) -> Tensor:
     """(): of (N,) entries, or of (N, W) words, each row of which is added up before it is mixed."""
     total = torch.zeros((), dtype=torch.int64, device=words.device)

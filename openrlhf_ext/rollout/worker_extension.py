@@ -45,7 +45,7 @@ from openrlhf_ext.patches.vllm_tied_head import repack_tied_heads
 from openrlhf_ext.rollout.adapters import HeldAdapter, are_adapters
 from openrlhf_ext.rollout.response import NotFP8
 from openrlhf_ext.rollout.sync.base import Link, WeightSyncError
-from openrlhf_ext.rollout.sync.plan import BucketPlan, Spec, bit_sum, words
+from openrlhf_ext.rollout.sync.plan import BucketPlan, Spec, bit_sum, bit_sums, words
 from openrlhf_ext.rollout.sync.stream import WeightReceiver
 
 vllm_moe.PATCH.apply()  # in a worker that vLLM spawned nobody else has applied patches
@@ -282,23 +282,26 @@ class HeldWeights:
 
     def sums(self) -> list[tuple[int, int, bool]]:
         """(sum of the bits, number of entries, whether as received) of every tensor, in the plan's order."""
+        held = {name: self._held[name].values for name, _, _ in self._tensors if name in self._held}
+        shapes = {name: shape for name, shape, _ in self._tensors}
+        parts = [self._words(name, values, shapes[name]) for name, values in held.items()]
+        sums = dict(zip(held, bit_sums(parts).unbind() if parts else (), strict=True))
         found = []
         for name, shape, _ in self._tensors:
-            if name in self._held:
-                values = self._held[name].values
-                found.append((self._sum(name, values, shape), values.numel(), False))
+            if name in held:
+                found.append((sums[name], held[name].numel(), False))
             elif name in self._processed:
                 nothing = torch.zeros((), dtype=torch.int64, device=self._processed[name].whole.device)
                 found.append((*self._before.get(name, (nothing, 0)), False))
             else:
                 found.append((self._arrived[name], torch.Size(shape).numel(), True))
-        sums = torch.stack([total for total, _, _ in found]).tolist()
-        return [(total, entries, received) for total, (_, entries, received) in zip(sums, found, strict=True)]
+        totals = torch.stack([total for total, _, _ in found]).tolist()
+        return [(total, entries, received) for total, (_, entries, received) in zip(totals, found, strict=True)]
 
-    def _sum(self, name: str, values: Tensor, shape: Sequence[int]) -> Tensor:
-        held = words(values, shape, self._workers)
-        assert held is not None, f"vLLM moved the values of {name}"
-        return bit_sum(held)
+    def _words(self, name: str, values: Tensor, shape: Sequence[int]) -> Tensor:
+        found = words(values, shape, self._workers)
+        assert found is not None, f"vLLM moved the values of {name}"
+        return found
 
     def _place(self, name: str) -> _Place | None:
         path, _, parameter = name.rpartition(".")
@@ -328,7 +331,7 @@ class HeldWeights:
         def sum_and_process(layer: torch.nn.Module) -> None:
             for name in self._names.get(layer, ()):
                 values = self._processed[name].values
-                self._before[name] = self._sum(name, values, shapes[name]), values.numel()
+                self._before[name] = bit_sum(self._words(name, values, shapes[name])), values.numel()
             process(method, layer)
 
         method.process_weights_after_loading = sum_and_process

@@ -11,7 +11,7 @@ class Check:
 
     Attributes:
         name: "module:function" of a ``check(machine) -> dict``, see ``kit``.
-        call: 0 is what decides most in nine minutes, from the whole bundle, in the order of what a second of it decides;
+        call: 0 is what decides most in nine minutes, from the whole bundle, in the order of what a second decides;
             1 needs nothing built, 2 builds TransformerEngine and needs it, 3 is about size, 4 about FP8, 5 and 6 are
             whole runs with vLLM and Ray: 5 the ways of a run, 6 failures and real sizes.
         seconds: limit on a GPU, and on a CPU.
@@ -35,7 +35,7 @@ ENGINE = ("vllm", "pydantic", "transformers", "tokenizers", "safetensors")
 RUN = (*POLICY, "vllm", "ray", "openrlhf", "psutil", "tokenizers")
 
 CHECKS = (
-    # ---- call 0: nine minutes. Limits are twice the seconds that each is expected to take (785 in all) ----------------
+    # ---- call 0: nine minutes. Limits are twice the seconds that each is expected to take ---------------------------
     Check("tests.gpu.transport:checksums", 0, 30),  # every sync is proved by this sum: 10 s
     Check("tests.gpu.head:against_fp64", 0, 60, ("pydantic",)),  # 25 s
     Check("tests.gpu.transport:ipc", 0, 60),  # frames, versions, a dead engine: 25 s

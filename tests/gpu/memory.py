@@ -128,8 +128,8 @@ def _streamed(machine: Machine, count: int) -> dict[str, Any]:
 
 
 def streaming_by_one_queue(machine: Machine) -> dict[str, Any]:
-    """The same with one copy queue, as ``CUDA_DEVICE_MAX_CONNECTIONS=1`` alone would leave: what both ways at a time are
-    worth. Its pace is told and not judged."""
+    """The same with one copy queue, as ``CUDA_DEVICE_MAX_CONNECTIONS=1`` alone would leave: what both ways at a time
+    are worth. Its pace is told and not judged."""
     return _streamed(machine, _SHARDS // 4)
 
 

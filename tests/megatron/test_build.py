@@ -40,7 +40,8 @@ def with_transformer_engine(monkeypatch):
     monkeypatch.setattr(gpt_layer_specs, "get_gpt_layer_with_transformer_engine_spec", lambda **options: "TE layers")
     for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
         monkeypatch.setattr(f"megatron.core.models.common.embeddings.rope_utils.{name}", object())
-    for name in ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute"):
+    sorts = ("sort_chunks_by_index", "sort_chunks_by_index_with_probs")
+    for name in ("permute", "permute_with_probs", *sorts, "unpermute"):
         monkeypatch.setattr(f"megatron.core.transformer.moe.moe_utils.fused_{name}", object(), raising=False)
 
 

@@ -15,6 +15,7 @@ from openrlhf_ext.rollout.sync.plan import (
     SentSums,
     WeightSyncMismatch,
     bit_sum,
+    bit_sums,
     check_receipts,
     words,
 )
@@ -45,6 +46,31 @@ def test_what_is_sent_in_pieces_has_the_sum_of_the_whole(specs: list, bucket_byt
             slot.view(content).copy_(rows_of(tensors[slot.name], slot))
         sums.add(bucket, content)
     assert all(same(ours, sum_of(tensor)) for ours, tensor in zip(sums.take(), tensors.values(), strict=True))
+
+
+def test_a_bucket_of_experts_is_summed_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """18,432 experts were as many launches, in the sender and in every worker."""
+    specs = [(f"experts.{number}.weight", (3, 128), torch.bfloat16) for number in range(200)]
+    specs[100] = ("norm.weight", (60,), torch.bfloat16)  # other words, and a gap behind it
+    agreed = BucketPlan.build(specs, 1 << 21)
+    tensors = {spec[0]: random_tensor(spec) for spec in specs}
+    singly = [sum_of(tensor) for tensor in tensors.values()]
+    passes, mixed = [], plan._mixed
+    monkeypatch.setattr(plan, "_mixed", lambda words: passes.append(len(words)) or mixed(words))
+    sums = SentSums(agreed, 1)
+    for bucket in agreed.buckets:
+        content = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+        for slot in bucket.slots:
+            slot.view(content).copy_(tensors[slot.name])
+        sums.add(bucket, content)
+    assert len(agreed.buckets) == 1 and sorted(passes) == [60, 99 * 6, 100 * 6]
+    assert all(same(ours, theirs) for ours, theirs in zip(sums.take(), singly, strict=True))
+
+
+def test_parts_of_other_storages_and_empty_ones_are_no_neighbors() -> None:
+    one, other = torch.randn(8, 128).bfloat16(), torch.randn(4, 128).bfloat16()
+    parts = [words(part, (8, 128), 1) for part in (one[:3], one[3:3], one[3:], other, one[:2], one[3:5])]
+    assert bit_sums(parts).tolist() == [int(bit_sum(part)) for part in parts]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
+from openrlhf_ext.rollout.sync import plan as plan_module
 from openrlhf_ext.rollout.sync.plan import WeightSyncMismatch, bit_sum, check_receipts, together, words
 from openrlhf_ext.rollout.worker_extension import HeldWeights
 from tests.rollout.updates import plan_of
@@ -122,6 +123,15 @@ def test_experts_that_are_dealt_to_workers_count_as_received() -> None:
     assert update(1, sent, sent, backend=Backend.CPU, more=(0, 0), local=1).as_received == len(sent)
 
 
+def passes_of(held: HeldWeights) -> int:
+    """Over the memory, to sum all that the worker holds."""
+    with pytest.MonkeyPatch.context() as patch:
+        count, mixed = [], plan_module._mixed
+        patch.setattr(plan_module, "_mixed", lambda words: count.append(1) or mixed(words))
+        held.sums()
+    return len(count)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("more", [(0, 0), (32, 64)], ids=str)
 def test_an_expert_goes_to_its_rows_when_it_comes_and_is_let_go(more: tuple[int, int], workers: int) -> None:
@@ -153,6 +163,8 @@ def test_an_expert_goes_to_its_rows_when_it_comes_and_is_let_go(more: tuple[int,
         assert torch.equal(
             experts.w2_weight[1, :HIDDEN, :width], sent[f"{AT}.1.down_proj.weight"].chunk(workers, 1)[worker]
         )
+        if (more, workers) == ((0, 0), 1):  # no padding in between, and rows of whole blocks
+            assert passes_of(held) == 2, "one for each stacked parameter"
     assert most <= 2, "of nine tensors the one that comes, and the one before it"
     sums = [words(tensor, tensor.shape, workers) for tensor in sent.values()]
     check_receipts(plan, [int(bit_sum(each)) for each in sums if each is not None], [together([0.0], told)], 1)

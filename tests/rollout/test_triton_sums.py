@@ -20,10 +20,12 @@ COMPILE = f"""
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from {MODULE} import _bit_sum_kernel as kernel
-for width, words in ((1, "*i8"), (1, "*i16"), (1, "*i32"), (1, "*i64"), (16, "*i64")):
+from {MODULE} import _bit_sum_kernel, _mixed_kernel
+kinds = [(_bit_sum_kernel, 1, words) for words in ("*i8", "*i16", "*i32", "*i64")]
+for kernel, width, words in (*kinds, (_bit_sum_kernel, 16, "*i64"), (_mixed_kernel, 16, "*i64")):
     constants = {{"FACTOR": {plan._FACTOR}, "WORDS": width, "ROWS": 64, "ROUNDS": 16}}
-    types = {{"words_ptr": words, "total_ptr": "*i64", "rows": "i32"}}
+    types = {{"words_ptr": words, "total_ptr": "*i64", "mixed_ptr": "*i64", "rows": "i32"}}
+    constants = {{name: value for name, value in constants.items() if name in kernel.arg_names}}
     signature = {{name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}}
     source = ASTSource(kernel, signature, constexprs=constants)
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
@@ -47,6 +49,8 @@ def test_the_kernels_sum_is_the_cpus(monkeypatch: pytest.MonkeyPatch, dtype: tor
     found = words(tensor, shape, 1)
     assert found is not None
     assert triton_sums.bit_sum(found, plan._FACTOR).item() == bit_sum(found).item()
+    if found.dim() == 2 and len(found):
+        assert torch.equal(triton_sums.mixed(found, plan._FACTOR), plan._mixed(found))
     sys.modules.pop(MODULE, None)
 
 

@@ -1,4 +1,4 @@
-"""``gtpo_conflict`` with half of its masks: shared tokens of right completions count double, those of wrong ones stay."""
+"""``gtpo_conflict`` with half of its masks: shared tokens of right completions count double, others as ever."""
 
 from __future__ import annotations
 

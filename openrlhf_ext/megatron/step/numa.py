@@ -1,5 +1,5 @@
-"""Host memory on the NUMA node of a GPU. A page lies where the thread ran that touched it first, and copies between a GPU
-and memory of the other socket pass the link between the sockets, in both directions of ``ds.adam_offload``."""
+"""Host memory on the NUMA node of a GPU. A page lies where the thread ran that touched it first, and copies between a
+GPU and memory of the other socket pass the link between the sockets, in both directions of ``ds.adam_offload``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def gpu_addresses() -> dict[str, str]:
-    """PCI addresses of all GPUs in sysfs's form (``0000:1b:00.0``), by UUID; none without nvidia-smi, or if it fails."""
+    """PCI addresses of GPUs in sysfs's form (``0000:1b:00.0``), by UUID; none without nvidia-smi, or if it fails."""
     if shutil.which("nvidia-smi") is None:
         return {}
     command = ["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"]

@@ -248,10 +248,54 @@ def bit_sum(words: Tensor) -> Tensor:
         return triton_sums.bit_sum(words, _FACTOR)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for piece in words.split(_AT_A_TIME[words.device.type]):
-        mixed_N = (piece.long() if piece.dim() == 1 else piece.sum(1)) * _FACTOR
-        mixed_N ^= mixed_N >> 32
-        total += mixed_N.sum()
+        total += _mixed(piece).sum()
     return total
+
+
+def bit_sums(parts: Sequence[Tensor]) -> Tensor:
+    """(len(parts),): `bit_sum` of each. Parts of whole blocks that lie one behind the other in memory, such as a bucket
+    of experts or the parameter that has them all, are read in one pass, of which the sums are cut."""
+    found = []
+    order = sorted(range(len(parts)), key=lambda number: parts[number].data_ptr())
+    for run in _neighbors([parts[number] for number in order]):
+        if len(run) == 1:
+            found.append(bit_sum(run[0])[None])
+            continue
+        lengths = [len(part) for part in run]
+        rows_NW = run[0].as_strided((sum(lengths), _BLOCK), (_BLOCK, 1))
+        ends = torch.tensor(lengths).cumsum(0).to(rows_NW.device) - 1
+        found.append(_mixed(rows_NW).cumsum(0)[ends].diff(prepend=ends.new_zeros(1)))
+    totals = torch.cat(found)
+    return totals[torch.tensor(order).argsort().to(totals.device)]
+
+
+def _neighbors(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The parts in their order, those together that lie one behind the other in one storage."""
+    run: list[Tensor] = []
+    for part in parts:
+        last = run[-1] if run else None
+        beside = (
+            last is not None and last.dim() == part.dim() == 2 and len(last) and len(part)
+            and last.data_ptr() + last.nbytes == part.data_ptr()
+            and last.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+        )  # fmt: skip
+        if run and not beside:
+            yield run
+            run = []
+        run.append(part)
+    if run:
+        yield run
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """(N,): each entry, or the sum of each row of words, mixed."""
+    if words.is_cuda and _has_triton():
+        from openrlhf_ext.rollout import triton_sums  # needs the package triton
+
+        return triton_sums.mixed(words, _FACTOR)
+    mixed_N = (words.long() if words.dim() == 1 else words.sum(1)) * _FACTOR
+    mixed_N ^= mixed_N >> 32
+    return mixed_N
 
 
 @cache
@@ -271,11 +315,11 @@ class SentSums:
 
     def add(self, bucket: Bucket, content: Tensor) -> None:
         """``content``: uint8 vector holding at least the whole bucket."""
-        for slot in bucket.slots:
-            rows = words(slot.view(content), slot.shape, self._workers)
-            assert rows is not None, "rows of a tensor are contiguous and begin at a word"
-            part = bit_sum(rows)
-            self._sums[slot.name] = self._sums[slot.name] + part if slot.name in self._sums else part
+        found = [words(slot.view(content), slot.shape, self._workers) for slot in bucket.slots]
+        parts = [part for part in found if part is not None]
+        assert len(parts) == len(found), "rows of a tensor are contiguous and begin at a word"
+        for slot, total in zip(bucket.slots, bit_sums(parts).unbind(), strict=True):
+            self._sums[slot.name] = self._sums[slot.name] + total if slot.name in self._sums else total
 
     def take(self) -> list[int]:
         """The sum of every tensor, in the plan's order; 0 of those that other senders have sent."""

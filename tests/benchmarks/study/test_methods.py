@@ -66,7 +66,10 @@ def test_the_advantage_in_pools_of_tokens_follows_from_the_share_of_tokens(batch
 @given(batches())
 def test_half_of_the_masks_leaves_wrong_completions_as_they_are(batch):
     options = {"gamma": 0.0, "filter": "off"}
-    whole, half = get_algorithm("gtpo_conflict", **options).shape(batch), of_file("positive_weights", **options).shape(batch)
+    whole, half = (
+        get_algorithm("gtpo_conflict", **options).shape(batch),
+        of_file("positive_weights", **options).shape(batch),
+    )
     wrong_N = batch.segments.spread(whole["A"] < 0)
     assert torch.equal(half["lambda"][wrong_N], torch.ones(int(wrong_N.sum())))
     assert torch.equal(half["lambda"][~wrong_N], whole["lambda"][~wrong_N])
