@@ -40,8 +40,8 @@ from tests.gpu.run import (
     TIME_WAS_UP,
     commit,
     ended_politely,
+    finding,
     hardware,
-    last_line,
     settle,
     supervised,
     versions,
@@ -122,7 +122,7 @@ def run(study: dict[str, Any], out: Path, bundle: Path | None, minutes: float) -
             continue  # what is known of it is worth more than that there was no time to try again
         report["cells"][cell.name] = row
         write(out / JSON, report)
-        print(f"{cell.name:34} {row['status']:8} {row.get('seconds', 0.0):6.1f} s  {last_line(row)}", flush=True)
+        print(f"{cell.name:34} {row['status']:8} {row.get('seconds', 0.0):6.1f} s  {finding(row)}", flush=True)
     files = write_report(out, report)
     counts = Counter(row["status"] for row in report["cells"].values())
     said = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped", "not run"))
