@@ -26,8 +26,10 @@ from openrlhf_ext.run.checkpoints import restore
 from tests.e2e.jobs import Task
 from tests.patience import until
 
-# long responses, of one batch at a time: others are in flight whenever a batch is complete
+# Long responses, of one batch at a time: others are in flight whenever a batch is complete. With the usual rate of 1e-3
+# the policy may learn to end at once, and no request is in flight for long enough.
 COMMON = {
+    "actor__adam__lr": 1e-4,
     "train__colocate_all": "true",  # as OpenRLHF reads it in an asynchronous run: the engines are elsewhere
     "data__max_len": 320, "rollout__max_new_tokens": 256, "rollout__micro_batch_size": 8, "vllm__max_requests": 32,
 }  # fmt: skip
