@@ -74,6 +74,11 @@ def test_a_machine_without_nvidia_smi_has_no_nodes_of_gpus(monkeypatch: pytest.M
     assert numa.gpu_addresses() == {} and doctor._numa_nodes() == "one, or not told by /sys"
 
 
+def test_an_nvidia_smi_that_fails_is_told_and_costs_the_place_only(sysfs: Path, caplog) -> None:
+    (sysfs.parent / "bin/nvidia-smi").write_text("#!/usr/bin/env bash\nexit 9\n")
+    assert numa.near_gpu(UUID, lambda: 7) == 7 and "NUMA nodes of GPUs are not known" in caplog.text
+
+
 def test_rows_of_adams_states_lie_there(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registered, seen = [], []
     runtime = SimpleNamespace(cudaHostRegister=lambda *given: registered.append(given) or 0, cudaHostUnregister=int)

@@ -3,6 +3,7 @@ GPU and memory of the other socket pass the link between the sockets, in both di
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
@@ -11,18 +12,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+logger = logging.getLogger(__name__)
 SYSFS = Path("/sys")
 _ASK_S = 60.0
 T = TypeVar("T")
 
 
 def gpu_addresses() -> dict[str, str]:
-    """PCI addresses of GPUs in sysfs's form (``0000:1b:00.0``), by UUID; none without nvidia-smi, or if it fails."""
+    """PCI addresses of GPUs in sysfs's form (``0000:1b:00.0``) by UUID; none without nvidia-smi, or, with a warning, if
+    it fails or does not answer."""
     if shutil.which("nvidia-smi") is None:
         return {}
     command = ["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S)
-    rows = (line.split(", ") for line in answer.stdout.splitlines() if not answer.returncode)
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True)
+    except subprocess.SubprocessError as error:
+        logger.warning("NUMA nodes of GPUs are not known: %s", error)
+        return {}
+    rows = (line.split(", ") for line in answer.stdout.splitlines())
     return {uuid.removeprefix("GPU-"): address[-len("0000:00:00.0") :].lower() for uuid, address in rows}
 
 

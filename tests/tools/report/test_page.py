@@ -269,6 +269,12 @@ def test_seeds_of_one_configuration_are_drawn_as_their_mean_and_a_band(browser, 
     assert "run0 and 1 more seed" in browser.value("document.querySelector('.tools .legend').innerText")
     browser.value("document.querySelector('.seeds').click()")
     assert browser.value(lines) == [3, 0]
+    older = [make_run(tmp_path / f"older{i}", 20, seed=i, events=False) for i in range(2)]
+    page.write_text(write_page(read_runs([*folders, *older]), smooth=1))
+    browser.open(page, 1366)
+    assert browser.value("SEEDS") == [[0, 1], [2], [3], [4]], "of runs without events no option is known"
+    page.write_text(write_page(runs, smooth=1))
+    browser.open(page, 1366)
     table = browser.value("document.querySelector('#right table').innerText")
     assert "q, tokens" in table and table.count("run") == 4, "its head and three runs"
     assert browser.messages == []
