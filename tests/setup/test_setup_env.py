@@ -167,7 +167,7 @@ def test_phases_run_in_order_with_a_timed_line_each(setup: Setup, calls, checkou
     assert calls() == [
         f"-m venv {checkout}/.venv",
         "-m pip install -r requirements/build.lock",
-        "-m pip install --no-deps -r requirements/cpu.lock",
+        "-m pip install --no-deps --ignore-requires-python -r requirements/cpu.lock",
         "-m pip install --no-deps -r requirements/dev.lock",
         f"-m pip install --no-deps --upgrade --target {checkout}/.venv/triton -r requirements/triton.lock",
         "-m pip install torch==2.13.0",
@@ -374,7 +374,7 @@ def test_the_gpu_stack_is_installed_in_the_order_that_its_builds_need(
         f"-m venv {venv}",
         "-m pip install -r requirements/build.lock",
         "-m pip install --no-deps torch==2.13.0",
-        f"-m pip install --no-deps -r {venv}/.setup/gpu.txt",
+        f"-m pip install --no-deps --ignore-requires-python -r {venv}/.setup/gpu.txt",
         "-m pip install --no-deps --no-build-isolation --no-cache-dir --force-reinstall "
         "transformer-engine-torch==2.11.0",
         f"CUDA_HOME={nvidia}/cu13",
