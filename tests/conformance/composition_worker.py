@@ -1,5 +1,5 @@
-"""What the ranks of ``test_parallel_composition`` run: a train step in a layout, as it is or with a fault, and what each
-rank sees of it."""
+"""What the ranks of ``test_parallel_composition`` run: a train step in a layout, as it is or with a fault, and what
+each rank sees of it."""
 
 from __future__ import annotations
 
