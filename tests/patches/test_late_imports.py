@@ -55,7 +55,8 @@ def test_each_module_has_the_statement(importer: str, modules: tuple[str, ...]) 
     package, *inner = importer.split(".")
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.submodule_search_locations
-    source = Path(spec.submodule_search_locations[0], *inner).with_suffix(".py").read_text()
+    path = Path(spec.submodule_search_locations[0], *inner)
+    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):

@@ -42,17 +42,18 @@ def test_without_the_patch_a_load_is_silently_wrong() -> None:
 
 def test_without_the_patch_experts_are_not_told() -> None:
     run = served("stock_experts")
-    assert run.returncode == 1 and "not supported with monolithic MoE kernel CPUUnquantizedExperts" in run.stderr
+    assert run.returncode == 1 and "AuxOutput Connector requires Model Runner V2" in run.stderr
 
 
 def test_a_worker_that_vllm_spawns_gets_it_from_the_worker_extension() -> None:
     """By then it has imported what is changed."""
     code = f"""
-        import {vllm_moe._FUSED_MOE}.experts.cpu_moe as experts
+        import vllm.config.vllm as config
+        import vllm.v1.worker.cpu_model_runner as runner
         import {vllm_moe._FUSED_MOE}.unquantized_fused_moe_method as method
         assert not hasattr(method, "{vllm_moe._MARK}")
         import openrlhf_ext.rollout.worker_extension
-        assert hasattr(method, "{vllm_moe._MARK}") and hasattr(experts, "{vllm_moe._MARK}")
+        assert all(hasattr(module, "{vllm_moe._MARK}") for module in (config, method, runner))
         """
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=PATIENCE_S
@@ -60,7 +61,6 @@ def test_a_worker_that_vllm_spawns_gets_it_from_the_worker_extension() -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_modules_of_other_devices_stay_as_they_are() -> None:
-    module = ModuleType("cpu_moe")
-    module.current_platform = SimpleNamespace(is_cpu=lambda: False)  # type: ignore[attr-defined]
-    vllm_moe._change(lambda _: pytest.fail("changed"), module)
+def test_modules_of_other_devices_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: False))
+    vllm_moe._change(lambda _: pytest.fail("changed"), ModuleType("changed"))

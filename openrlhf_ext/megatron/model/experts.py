@@ -99,8 +99,10 @@ def balance_loss(logits_LE: Tensor, chosen_LE: Tensor, told: Routing, topk: int,
 class Router(TopKRouter):
     """Chooses experts, or takes those that it is told, and adds up what metrics are made of."""
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
-        super().__init__(config, pg_collection)
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **more: Any
+    ) -> None:
+        super().__init__(config, pg_collection, **more)
         self.told: Routing | None = None
         self._sums: Tensor | None = None  # (E + sums,) fp64
         self.router_replay = _Choice()
