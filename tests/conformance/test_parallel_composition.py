@@ -20,7 +20,7 @@ import torch
 from openrlhf_ext.config.model_rules import local_shape
 from tests.conformance.composition_worker import FAULTS
 from tests.launch import launch
-from tests.megatron import test_checkpoint, test_critic, test_exactness, test_moe
+from tests.megatron import test_critic, test_exactness, test_moe
 from tests.models import make_tiny_model
 from tests.sequences import masked_batch, plain_rows
 
@@ -130,9 +130,9 @@ FINDINGS = {
 
 AUX = 0.5
 TP2 = {"tp": 2, "sp": True}
-# what is left of the four ranks is data-parallel. Of two heads' norms, of biases that are cut by heads, of experts with
-# a shared one; replicas of "tp" and "recomputed" have packs of one length, so that ranks that exchange the wrong ones
-# do not stop
+# What is left of the four ranks is data-parallel. qwen3 has norms of heads, qwen2 biases that are cut by heads,
+# qwen2_moe a shared expert. Replicas of "tp" and "recomputed" have packs of one length, so that a fault that mixes them
+# runs on.
 CASES = {
     "tp": {"model": "qwen3", "batch": "equal", "tp": 2},
     "recomputed": {"model": "qwen2", "batch": "equal", **TP2, "recompute": {"recompute": "full"}},
@@ -225,12 +225,9 @@ def complaints(ranks: list[dict], expected: dict) -> dict[str, object]:
             found[kind] = lines
     if wrong := {name: by for rank in ranks for name, by in rank["copies"].items() if not by < TOLERANCE}:
         found["copies"] = wrong
-    return found | same_shards(ranks)
-
-
-def same_shards(ranks: list[dict]) -> dict[str, object]:
-    same = {name: by for rank in ranks for name, by in rank["shards"].items() if not by > 1e-3}
-    return {"shards": same} if same else {}
+    if same := {name: by for rank in ranks for name, by in rank["shards"].items() if not by > 1e-3}:
+        found["shards"] = same
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -284,4 +281,3 @@ def test_every_finding_is_covered(request):
     assert any("aux" in layout and layout.get("sp") for layout in mixtures)
     assert any("aux" in layout and layout.get("lopsided") for layout in mixtures), "replicas' shares are unequal"
     assert all(test_critic.LAYOUTS[i].get("sp") for i in (2, 4))
-    assert test_checkpoint.VOCAB
