@@ -69,13 +69,14 @@ class Engine:
         self.config = EngineArgs(
             model=folder, skip_tokenizer_init=True, max_model_len=16384, max_num_seqs=sequences,
             max_num_batched_tokens=max(8192, sequences), scheduling_policy="priority", enable_prefix_caching=True,
-            scheduler_cls=QUALIFIED_NAME if ours else None, disable_log_stats=True, dtype="bfloat16",
+            scheduler_cls=QUALIFIED_NAME if ours else None, disable_log_stats=True, dtype="bfloat16", block_size=BLOCK,
         ).create_engine_config()  # fmt: skip
         self.config.scheduler_config.async_scheduling = asynchronous
         blocks = self.config.cache_config.num_gpu_blocks = sequences * 16384 // BLOCK
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=16, dtype=torch.bfloat16)
+        self.cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         self.scheduler: Any = self.config.scheduler_config.get_scheduler_cls()(
-            vllm_config=self.config, kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+            vllm_config=self.config, kv_cache_config=self.cache,
             structured_output_manager=StructuredOutputManager(self.config), block_size=BLOCK, log_stats=False,
         )  # fmt: skip
         init_none_hash(sha256)

@@ -4,23 +4,23 @@ Dependency: megatron-core 0.19.2; also mbridge 0.15.1, which the tests use as a 
 
 Wrong there: CUDA is hard-wired. The places that run in training, checkpointing and resharding with TP, PP, DP, CP and
 SP (found by tracing):
-  torch.cuda.current_device()  tensor_parallel/layers.py:552, mappings.py:141,181, utils.py:631,
-                               pipeline_parallel/p2p_communication.py:190-202,313,321, param_and_grad_buffer.py:800,806,
-                               rotary_pos_embedding.py:162, distrib_optimizer.py:1077, state_dict_saver.py:252
-  device="cuda"                pipeline_parallel/schedules.py:596,983,2138, optimizer/optimizer.py:481,485,907,
-                               optimizer/clip_grads.py:103,174, utils.py:1207, transformer/utils.py:35
-  tensor.cuda()                language_module.py:244, rope_utils.py:62, distrib_optimizer.py:1089
-  torch.cuda.synchronize()     p2p_communication.py:242, filesystem_async.py:230
+  torch.cuda.current_device()  tensor_parallel/layers.py:647, mappings.py:145,181, utils.py:631,
+                               pipeline_parallel/p2p_communication.py:211-223,313,321, param_and_grad_buffer.py:800,806,
+                               rotary_pos_embedding.py:162, distrib_optimizer.py:1362, state_dict_saver.py:252
+  device="cuda"                pipeline_parallel/schedules.py:749,983,2138, optimizer/optimizer.py:698,485,907,
+                               optimizer/clip_grads.py:112,174, utils.py:1207, transformer/utils.py:39
+  tensor.cuda()                language_module.py:307, rope_utils.py:62, distrib_optimizer.py:1374
+  torch.cuda.synchronize()     p2p_communication.py:263, filesystem_async.py:248
   pin_memory=True              rope_utils.py:63
-  "torch.cuda.FloatTensor"     optimizer.py:671, clip_grads.py:167, distrib_optimizer.py:361,420,582
-  CUDA random states           tensor_parallel/random.py:44,73,235-240,422
+  "torch.cuda.FloatTensor"     optimizer.py:671, clip_grads.py:174, distrib_optimizer.py:401,420,582
+  CUDA random states           tensor_parallel/random.py:107,73,235-240,422
   torch.compile                jit.py:21, which on the CPU starts Inductor and needs a C++ compiler
-  streams and events           transformer/moe/token_dispatcher.py:445,871-898: sizes on their way to the host
-Without TransformerEngine transformer/moe/moe_utils.py:1192 reads a name that its failed import left undefined.
+  streams and events           transformer/moe/token_dispatcher.py:469,871-898: sizes on their way to the host
+Without TransformerEngine transformer/moe/moe_utils.py:1326 reads a name that its failed import left undefined.
 And beneath it, in torch 2.13's gloo: coalesced all-gathers in flight, which overlap.param_gather leads to
 (param_and_grad_buffer.py:285), corrupt the heap. Two processes that do nothing else die after 200 to 5,000 rounds of
 six gathers; gathers that are not coalesced, and coalesced reductions, did not in 4,000. And gloo gathers and scatters
-parts of one size only, where the ranks that share experts (tensor_parallel/mappings.py:148,196) have other numbers of
+parts of one size only, where the ranks that share experts (tensor_parallel/mappings.py:152,196) have other numbers of
 tokens.
 
 Changes: the modules of the two packages are compiled from a syntax tree in which these expressions name the CPU (the
@@ -93,7 +93,7 @@ PATCH = Patch(
     versions=VERSIONS,
     problem=(
         'CUDA is hard-wired: torch.cuda.current_device(), device="cuda", .cuda(), CUDA random states and type names; '
-        "for instance pipeline_parallel/schedules.py:596, tensor_parallel/random.py:44, optimizer/clip_grads.py:103"
+        "for instance pipeline_parallel/schedules.py:749, tensor_parallel/random.py:107, optimizer/clip_grads.py:112"
     ),
     change=(
         "compiles megatron.core (and mbridge) from a syntax tree that names the CPU; switches jit fusion off; gathers "

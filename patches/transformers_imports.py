@@ -3,7 +3,7 @@
 Dependency: transformers 5.19.0.
 
 Wrong there: modules that every process needs import, at their top, what a few uses need:
-  models/auto/auto_factory.py:42                     generation (torch's compiler, FSDP), for remote models
+  models/auto/auto_factory.py:41                     generation (torch's compiler, FSDP), for remote models
   loss/loss_for_object_detection.py:27 and others    scipy.optimize
 That is a second of a processor in the driver and in every command that reads a tokenizer, a third of one in an engine.
 
@@ -40,7 +40,7 @@ PATCH = Patch(
     dependency="transformers",
     versions=("5.19.0",),
     problem=(
-        "models/auto/auto_factory.py:42 and loss/loss_for_object_detection.py:27 import generation and scipy.optimize "
+        "models/auto/auto_factory.py:41 and loss/loss_for_object_detection.py:27 import generation and scipy.optimize "
         "in every process that reads a tokenizer, which uses neither"
     ),
     change="these import statements bind names that import their module when they are first used",

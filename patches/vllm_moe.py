@@ -148,9 +148,8 @@ def _tell_experts(module: Any) -> None:
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         told = _take_experts(self) if self.execute_model_state is not None else None
         output = sample(self, grammar_output)
-        if told is not None:
-            # of an asynchronous step, what it will become
-            getattr(output, "_model_runner_output", output).aux_output_connector_output = told
+        if told is not None:  # steps are not asynchronous on a CPU (platforms/cpu.py:331)
+            output.aux_output_connector_output = told
         return output
 
     runner.initialize_kv_cache, runner.execute_model, runner.sample_tokens = (

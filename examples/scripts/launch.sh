@@ -160,7 +160,7 @@ on_head() {
 }
 
 # What the nodes of a cluster that is started here have in common, and nobody else: a token, new for each cluster. One
-# node alone talks to nobody else: this variable has Ray listen on loopback (ray 2.55 services.py:791).
+# node alone talks to nobody else: this variable has Ray listen on loopback (ray 2.60 services.py:815).
 make_access() {
     access=(RAY_AUTH_MODE=token "RAY_AUTH_TOKEN=$("$python" -c 'import secrets; print(secrets.token_hex(32))')")
     head=${nodes[0]}

@@ -18,13 +18,13 @@ check_words
 job=openrlhf_ext_$(date +%Y%m%d_%H%M%S)_$$
 trap '"${python%python}ray" job stop --address "$url" --no-wait "$job" || true; exit 130' INT TERM HUP
 # RAY_ADDRESS and the token (RAY_AUTH_*) are what a job has from its node; the driver's environment for its workers counts
-# more than the job's, which Ray takes for a conflict otherwise (ray 2.55, RAY_OVERRIDE_JOB_RUNTIME_ENV)
+# more than the job's, which Ray takes for a conflict otherwise (ray 2.60, RAY_OVERRIDE_JOB_RUNTIME_ENV)
 settings=$(environment "FORWARD=${FORWARD:-}" "DRIVER_RESTARTS=${DRIVER_RESTARTS:-3}" RAY_OVERRIDE_JOB_RUNTIME_ENV=1 |
     "$python" -c 'import json, sys
 records = [record.partition("=") for record in sys.stdin.read().split("\0") if record]
 env = {name: value for name, _, value in records if value and not name.startswith(("RAY_ADDRESS", "RAY_AUTH_"))}
 print(json.dumps({"env_vars": env}))')
-# Ray's words go through /bin/sh between double quotes (ray 2.55 dashboard/modules/job/cli.py, list2cmdline)
+# Ray's words go through /bin/sh between double quotes (ray 2.60 dashboard/modules/job/cli.py, list2cmdline)
 command=$(realpath "$run_folder")/logs/$job.sh
 (
     umask 077 # a word may be a key

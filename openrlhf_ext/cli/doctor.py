@@ -162,7 +162,7 @@ def _numa_nodes() -> str:
 
 
 def _sharded_rdt(ray: str | None, nixl: str | None) -> str:
-    """By the installed versions; vllm 0.29.0 distributed/weight_transfer/sharded_rdt_common.py:50."""
+    """By the installed versions; vllm 0.32.0 distributed/weight_transfer/sharded_rdt_common.py:50."""
     version = tuple(int(part) for part in re.findall(r"\d+", ray or "")[:2])
     lacking = [] if version >= _RAY_OF_RDT else [f"it needs ray {'.'.join(map(str, _RAY_OF_RDT))}, got {ray}"]
     lacking += [] if nixl else ["it needs nixl, which is absent"]
@@ -281,7 +281,7 @@ def examine_cluster(arguments: argparse.Namespace, training: list[str]) -> int:
     from openrlhf_ext.config import ConfigError, load_config
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    # ray.init's tip about accelerators (ray 2.55.0 _private/worker.py:2051)
+    # ray.init's tip about accelerators (ray 2.60.0 _private/worker.py:1390)
     warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
     if not (address := os.environ.get("RAY_ADDRESS")):
         print("doctor --cluster needs RAY_ADDRESS, such as HEAD:6379", file=sys.stderr)
@@ -415,7 +415,8 @@ def _verdict(report: Report) -> str:
         return "Everything needed is there."
     script = "bash examples/scripts/setup_env.sh" + ("" if report.extra == "cpu" else " gpu")
     lock = shipped("requirements") / f"{report.extra}.lock"
-    remedy = script if lock.parent.parent.name != "openrlhf_ext" else f"pip install --no-deps --ignore-requires-python -r {lock}, torch apart"
+    by_pip = f"pip install --no-deps --ignore-requires-python -r {lock}, torch apart"
+    remedy = by_pip if lock.parent.parent.name == "openrlhf_ext" else script
     return "\n  ".join(["Problems", *report.problems, f"Remedy: {remedy}"])
 
 

@@ -85,8 +85,8 @@ def missing_stack(what: str) -> str:
     locks, pins = shipped("requirements"), "torch==2.13.0 deepspeed==0.19.6"
     return (
         f"{what}. In a checkout, bash examples/scripts/setup_env.sh installs all that is needed; elsewhere, with CUDA "
-        f"gpu.lock instead:\n  pip install --no-deps --ignore-requires-python -r {locks / 'cpu.lock'}\n  DS_BUILD_OPS=0 pip install "
-        f"--use-pep517 --no-deps {pins}\nopenrlhf-ext doctor then says what is still missing"
+        f"gpu.lock instead:\n  pip install --no-deps --ignore-requires-python -r {locks / 'cpu.lock'}\n  "
+        f"DS_BUILD_OPS=0 pip install --use-pep517 --no-deps {pins}\nopenrlhf-ext doctor then says what is still missing"
     )
 
 

@@ -136,7 +136,7 @@ _VOCABULARY = Kind(
     lambda v: list_of(_PAIR).holds(v) or (isinstance(v, dict) and all(map(is_integer, v.values()))),
 )
 _MERGE = Kind("a text or a list of texts", lambda v: isinstance(v, str) or list_of(TEXT).holds(v))
-_TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/default.jinja")  # as transformers 5.15 reads them
+_TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/default.jinja")  # as transformers 5.19 reads them
 
 
 _KNOWN = shipped("configs/models")

@@ -24,7 +24,7 @@ from openrlhf_ext.options.sections import Megatron
 
 _ACTOR, _CRITIC, _GUIDE = "actor.model_name_or_path", "critic.model_name_or_path", "guide.model_name_or_path"
 _REWARD = "reward.model_name_or_path"
-_MOST_LORA_RANK = 512  # vllm 0.29.0 config/lora.py
+_MOST_LORA_RANK = 512  # vllm 0.32.0 config/lora.py
 
 
 def model_violations(config: RunConfig) -> Iterator[Violation]:
@@ -249,6 +249,10 @@ def _mixture_rules(config: RunConfig | SupervisedConfig, model: ModelShape, opti
         yield Violation(("train.routing_replay", "guide.model_name_or_path"),
             "train.routing_replay takes the experts of the model that sampled, and a guide's are other ones: got "
             f"{config.train.routing_replay} and samples of a guide; leave one of the two out")
+    if isinstance(config, RunConfig) and config.replays_rollout and not config.vllm.enable_prefix_caching:
+        yield Violation(("train.routing_replay", "vllm.enable_prefix_caching"),
+            "train.routing_replay rollout needs vllm.enable_prefix_caching true, got false: vLLM keeps the experts that "
+            "its routers took beside the blocks of its prefix cache; set it to true")
     engine = config.vllm.tensor_parallel_size if isinstance(config, RunConfig) else 1
     if model.ffn_hidden_size % engine:
         yield _indivisible(option, "vllm.tensor_parallel_size", engine, "expert width", model.ffn_hidden_size)
@@ -336,7 +340,7 @@ def _positions(option: str, model: ModelShape, config: RunConfig | SupervisedCon
             f"{model.max_positions} tokens of the model of {option}; lower data.max_len, or stretch the window by YaRN "
             "(docs/models.md#positions)")
     yield from beyond_window(option, model, "data.max_len", max_len)
-    # its kernel takes no factor, and does not say so (megatron-core 0.16.1 models/common/embeddings/rope_utils.py:290)
+    # its kernel takes no factor, and does not say so (megatron-core 0.19.2 models/common/embeddings/rope_utils.py:320)
     if config.megatron.rope_fusion and (factor := model.rotary_factor) != 1.0:
         yield Violation((option, "megatron.rope_fusion"),
             f"megatron.rope_fusion leaves out the factor of cosines and sines, which is {factor:g} for the model of "

@@ -46,7 +46,7 @@ def layers(option: str, model: ModelShape, config: RunConfig | SupervisedConfig)
         return
     if not fp8.enable:
         return
-    # megatron-core 0.16.1 transformer_config.py:999, whatever the virtual stages; emulated for the same runs as TE's
+    # megatron-core 0.19.2 transformer_config.py:1411, whatever the virtual stages; emulated for the same runs as TE's
     most = model.num_layers // megatron.pipeline_parallel_size
     for name, count in ((start, fp8.bf16_layers.start), (end, fp8.bf16_layers.end)):
         if count > most:

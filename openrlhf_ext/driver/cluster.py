@@ -62,7 +62,7 @@ def private_ray(counted_gpus: int | None) -> Iterator[None]:
     """In the body this process and those that it starts use a Ray of their own: on loopback, with a new token, in a
     file of mode 600 whose name they inherit. ``counted_gpus``: no process gets a GPU, and Ray counts so many; None:
     they get them."""
-    # No device has this number. Ray takes the k-th entry for its k-th GPU (ray 2.55 worker.py:1126), so an empty list
+    # No device has this number. Ray takes the k-th entry for its k-th GPU (ray 2.60 worker.py:1126), so an empty list
     # would be an IndexError, and no list this machine's GPUs.
     devices = {} if counted_gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(["-1"] * counted_gpus)}
     _remove_left_tokens()
@@ -72,8 +72,8 @@ def private_ray(counted_gpus: int | None) -> Iterator[None]:
         token.write(generate_new_authentication_token())
         token.flush()
         file = token.name
-        # Ray replaces 127.0.0.1 by the address of the network's interface (ray 2.55 services.py:775), unless this
-        # variable, which the name of other systems is in, says that there is no cluster (services.py:791); its servers
+        # Ray replaces 127.0.0.1 by the address of the network's interface (ray 2.60 services.py:799), unless this
+        # variable, which the name of other systems is in, says that there is no cluster (services.py:815); its servers
         # take loopback for what listens there only
         with ray_settings({_MODE: "token", _TOKEN_FILE: file, _TOKEN: None, _CLUSTER: "0", **devices}):
             yield
@@ -156,7 +156,7 @@ def _is_refused(address: str, timeout_s: float, metadata: tuple[tuple[str, str],
 
 
 def _channel(address: str) -> grpc.Channel:
-    """As Ray makes one (ray 2.55 grpc_utils.py), but with no token of this process's."""
+    """As Ray makes one (ray 2.60 grpc_utils.py), but with no token of this process's."""
     if not ray_constants.env_bool("RAY_USE_TLS", False):
         return grpc.insecure_channel(address, ray_constants.GLOBAL_GRPC_OPTIONS)
     own, key, authority = load_certs_from_env()
@@ -195,7 +195,7 @@ class RaySession:
         """Raises RayNotStarted: it did not; what it had started has ended."""
         handlers = {number: signal.getsignal(number) for number in INTERRUPTED}
         # Ray's processes inherit it: the end of the terminal reaches all of its group, and who saves needs them. Ray
-        # itself does so with SIGINT (ray 2.55 _private/services.py).
+        # itself does so with SIGINT (ray 2.60 _private/services.py).
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
             self._start()
@@ -206,7 +206,7 @@ class RaySession:
             raise RayNotStarted(f"Ray did not start: {type(error).__name__}: {error}") from error
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
-        hear_again(handlers)  # Ray puts its own in the place of SIGTERM's (ray 2.55 _private/node.py:531)
+        hear_again(handlers)  # Ray puts its own in the place of SIGTERM's (ray 2.60 _private/node.py:664)
         self.remember_children()
         self.guard.watch(*_ray_processes())
         return self
@@ -256,7 +256,7 @@ class RaySession:
             local["object_store_memory"] = 256 << 20
             # Ray's idle workers, one per CPU, are not used: they lack the environment of this job's actors
             local["_system_config"] = {"prestart_worker_first_driver": False}
-            # of its own default, which it finds there again (ray 2.55 node.py:1858)
+            # of its own default, which it finds there again (ray 2.60 node.py:1858)
             logging.getLogger("ray._private.node").addFilter(lambda record: "object spilling" not in str(record.msg))
         return common | local
 
@@ -358,7 +358,7 @@ def ask_nodes(
 ) -> dict[str, _T | Exception]:
     """What ``question(*arguments)`` returns on each node, by ``node_label``; or why there is no answer. A node that Ray
     finds dead meanwhile is left out: a raylet that was killed stays in Ray's table for 15 s (health_check_period_ms
-    times health_check_failure_threshold, ray 2.55)."""
+    times health_check_failure_threshold, ray 2.60)."""
     deadline = time.monotonic() + timeout_s
     task = ray.remote(num_cpus=0, max_retries=0, max_calls=1)(question)
     asked = {
@@ -386,7 +386,7 @@ def count_gpus() -> int:
 
 def start_with_retries(start: Callable[[], _T]) -> _T:
     """What ``start`` returns, which starts a Ray node. Ray's raylet gives up when its agents, each a Python process,
-    take longer than 15 s to start, and no option changes that (ray 2.55,
+    take longer than 15 s to start, and no option changes that (ray 2.60,
     https://github.com/ray-project/ray/issues/65983). The next try finds their files in memory."""
     for left in reversed(range(_TRIES)):
         try:

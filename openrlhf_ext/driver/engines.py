@@ -369,7 +369,7 @@ class GpuSharing:
     Both are there for a weight sync only: the policy's parameters and the engines' weights, not their KV caches. A
     policy rank reloads what a call needs, generation and the sync wake the engines. No rank is at work while an
     engine falls asleep: vLLM asserts that the device's free memory does not shrink meanwhile, whoever takes it, and
-    the engine would count as failed (vllm 0.29.0 v1/worker/gpu_worker.py:265).
+    the engine would count as failed (vllm 0.32.0 v1/worker/gpu_worker.py:325).
     """
 
     def __init__(self, config: RunConfig, groups: Mapping[str, RankGroup], supervisor: EngineSupervisor) -> None:

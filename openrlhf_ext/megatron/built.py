@@ -46,7 +46,7 @@ class TrainedChunk(DistributedDataParallel):
             in_main_grad = param.grad is None and getattr(param, "grad_added_to_main_grad", False)
             if self.ddp_config.overlap_grad_reduce and in_main_grad:
                 # Megatron's own hook asserts a placeholder of the weight's size in ``grad``
-                # (megatron-core 0.16.1 distributed/distributed_data_parallel.py:435)
+                # (megatron-core 0.19.2 distributed/distributed_data_parallel.py:488)
                 self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)
             else:
                 hook(*unused)

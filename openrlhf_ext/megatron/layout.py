@@ -12,7 +12,7 @@ from typing import NamedTuple
 from openrlhf_ext.options.sections import Megatron
 
 # tensor parallelism varies fastest. Each replica is tp * cp * pp ranks in a row, as in OpenRLHF's actor group; Megatron
-# takes that only where an expert has as many replicas as all else (megatron-core 0.16.1 parallel_state.py:806)
+# takes that only where an expert has as many replicas as all else (megatron-core 0.19.2 parallel_state.py:896)
 _REPLICAS_IN_A_ROW, _STAGES_LAST = "tp-cp-ep-pp-dp", "tp-cp-ep-dp-pp"
 PIPELINE_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 

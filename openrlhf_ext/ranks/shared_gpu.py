@@ -13,7 +13,7 @@ RESERVE_BYTES = 3 * _GIB
 """CUDA contexts of both processes, NCCL's buffers, fragments: never given up. An estimate, not measured on a GPU.
 
 They are outside of the engine's share: vLLM measures what is there after NCCL has started, and asks for its share of
-the whole device besides (vllm 0.29.0 v1/worker/gpu_worker.py:434-440)."""
+the whole device besides (vllm 0.32.0 v1/worker/gpu_worker.py:535)."""
 ASLEEP_BYTES = 2 * _GIB
 """What an engine keeps while it sleeps: its context, NCCL's buffers, CUDA graphs. An estimate too."""
 

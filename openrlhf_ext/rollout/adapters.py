@@ -34,7 +34,7 @@ def with_adapter(engine_args: dict[str, Any], rank: int, targets: Sequence[str])
     """vLLM's engine arguments with room for one adapter of these modules, in the model's data type. Raises ValueError.
 
     Without the modules vLLM adds zeros to the logits of some families (Llama, Qwen3), for 64 bytes a token and entry of
-    the vocabulary on CPU, where a prompt's log-probs beside another request end the engine (vllm 0.29.0
+    the vocabulary on CPU, where a prompt's log-probs beside another request end the engine (vllm 0.32.0
     lora/punica_wrapper/punica_cpu.py:348: as many indices as requests).
     """
     ranks = [allowed for allowed in sorted(get_args(MaxLoRARanks)) if allowed >= rank]
@@ -45,8 +45,8 @@ def with_adapter(engine_args: dict[str, Any], rank: int, targets: Sequence[str])
 
 
 def request_of(version: int) -> LoRARequest:
-    """For the adapter of these weights. vLLM's prefix cache tells adapters apart by the name alone (vllm 0.29.0
-    v1/core/kv_cache_utils.py:542), workers by the number."""
+    """For the adapter of these weights. vLLM's prefix cache tells adapters apart by name and path (vllm 0.32.0
+    v1/core/kv_cache_utils.py:595), workers by the number."""
     return LoRARequest(f"policy-{version}", _ID, "in-memory")
 
 
@@ -94,7 +94,7 @@ class _Place(NamedTuple):
 
 
 def with_plain_products(wrapper: PunicaWrapperCPU) -> None:
-    """Where every token has the one adapter of the engine: vLLM's own copies its matrices for every token (vllm 0.29.0
+    """Where every token has the one adapter of the engine: vLLM's own copies its matrices for every token (vllm 0.32.0
     lora/ops/torch_ops/lora_ops.py:74), 9/10 of a forward pass of a 135M model."""
     general = wrapper.add_lora_linear
 

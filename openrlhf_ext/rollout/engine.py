@@ -234,7 +234,7 @@ class RolloutEngine(compat.RolloutRayActor):
 
     async def discard_weights(self) -> None:
         """Give up all memory without a copy of the weights; generation is refused until an update is complete. vLLM
-        saves the buffers (vllm 0.29.0 v1/worker/gpu_worker.py:242), which no update brings. Where updates bring
+        saves the buffers (vllm 0.32.0 v1/worker/gpu_worker.py:299), which no update brings. Where updates bring
         adapters the weights are copied to the host, with them the layers' adapter: all lies in the pool that vLLM
         saves (gpu_worker.py:490)."""
         self._weight_error = "its weights were given up for an update, which has not come"
@@ -382,7 +382,7 @@ class RolloutEngine(compat.RolloutRayActor):
 def _final_only(asked: SamplingParams) -> SamplingParams:
     """The same parameters for a request whose output is wanted once, at its end, with no alternatives to its tokens.
     Beside a request with `logprob_token_ids`, the probe, vLLM fills the columns of alternatives with token 0 at -inf
-    (vllm 0.29.0 v1/sample/sampler.py:196), which hides a sampled token 0. `logprobs=0` has no such column."""
+    (vllm 0.32.0 v1/sample/sampler.py:197), which hides a sampled token 0. `logprobs=0` has no such column."""
     from vllm.sampling_params import RequestOutputKind
 
     from openrlhf_ext.rollout.scheduler import ask_at_end

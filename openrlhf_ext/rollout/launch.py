@@ -110,7 +110,7 @@ def create_rollout_engines(
     overrides = dict(hf_overrides)
     if options.dtype != "fp32":
         # else logits are rounded to the model's dtype, 0.06 nats where they exceed 16; "required for RL
-        # training-inference consistency" (vllm 0.29.0 config/model.py:1949)
+        # training-inference consistency" (vllm 0.32.0 config/model.py:2082)
         overrides["head_dtype"] = "float32"
     engine_args["hf_overrides"] = overrides
     engine_args |= batch_limits(use_gpu, options, max_model_len)
@@ -132,7 +132,7 @@ def create_rollout_engines(
 
     def start(index: int) -> Any:
         placing, extra = placements[index]
-        # Ray gives an asynchronous actor 1,000 calls at a time (ray 2.55.0 actor.py:1810), fewer than an engine batches
+        # Ray gives an asynchronous actor 1,000 calls at a time (ray 2.60.0 actor.py:1943), fewer than an engine batches
         calls = {"max_concurrency": max_requests + _OTHER_CALLS}
         placing = {"runtime_env": {"env_vars": environment}, **calls, **placing}
         return actor_class.options(**placing).remote(seed=seed + index, **engine_args, **extra)
@@ -222,7 +222,7 @@ def cpu_engine_args(options: Vllm) -> dict[str, Any]:
         "in_process": options.tensor_parallel_size == 1,
         "distributed_executor_backend": "uni" if options.tensor_parallel_size == 1 else "mp",
         # A prompt cut in two rolls back the offset of its request's generator, which CPU generators do not have
-        # (vllm 0.29.0 v1/worker/gpu_model_runner.py:3785): the engine would die at the first long seeded batch.
+        # (vllm 0.32.0 v1/worker/gpu_model_runner.py:3502): the engine would die at the first long seeded batch.
         "enable_chunked_prefill": False,
     }
 

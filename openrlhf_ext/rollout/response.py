@@ -53,7 +53,7 @@ class GenerationTimeout(RolloutError):
 
 
 class TokenVersions:
-    """Which weights each token was sampled with, when they change in the middle of requests (not in vLLM 0.29).
+    """Which weights each token was sampled with, when they change in the middle of requests (not in vLLM 0.32).
 
     At every update the engine stands still; what each unfinished request has got by then was sampled with the
     weights before, the rest with those after. A completion's versions are spans ``(version, start, end)`` of its

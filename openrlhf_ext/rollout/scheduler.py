@@ -5,8 +5,8 @@ that its Python does for a token (docs/performance.md); a fourth one where it te
 out at every step: by them the engine counts which weights sampled which (`response.TokenVersions`).
 
 vLLM imports this module in the engine's own process (`scheduler_cls`, by name). What travels are bytes in the output's
-``routed_experts``, the one array for which vllm 0.29.0 has a place in a finished completion
-(v1/engine/output_processor.py:428): the six numbers of `_Header`, fp32 log-probs, fp32 entropies where the engine tells
+``routed_experts``, the one array for which vllm 0.32.0 has a place in a finished completion
+(v1/engine/output_processor.py:468): the six numbers of `_Header`, fp32 log-probs, fp32 entropies where the engine tells
 them (`worker_extension`), and the experts that routers took where it tells those (``enable_return_routed_experts``),
 uint8 or uint16. vLLM itself puts these there at every step; rows that have left a step are those of its weights,
 whatever comes later, and a prompt's leave with its first sampled token.
@@ -32,7 +32,7 @@ _KEY = "logprobs_at_end"
 
 def ask_at_end(params: SamplingParams) -> None:
     """Asks for the log-probs of the sampled tokens, if for any, in one array, and experts with them. Stop strings end a
-    request outside of the scheduler (v1/engine/output_processor.py:695), which then does not know of an end: there all
+    request outside of the scheduler (v1/engine/output_processor.py:768), which then does not know of an end: there all
     comes as usual."""
     if params.logprobs is not None and not params.stop:
         params.extra_args = {**(params.extra_args or {}), _KEY: True}
@@ -202,6 +202,6 @@ class _AsyncScheduler(_AtEnd, AsyncScheduler): ...
 
 
 def make_scheduler(**arguments: Any) -> Scheduler:
-    """Of the class that vLLM would have taken (vllm 0.29.0 config/scheduler.py:201)."""
+    """Of the class that vLLM would have taken (vllm 0.32.0 config/scheduler.py:228)."""
     asynchronous = arguments["vllm_config"].scheduler_config.async_scheduling
     return (_AsyncScheduler if asynchronous else _Scheduler)(**arguments)

@@ -2,7 +2,7 @@
 
 vLLM imports this module inside every worker process (`worker_extension_cls`) and mixes the class into its worker, so
 names must not clash with those of `vllm.v1.worker`; imports stay at torch and vLLM. On GPUs vLLM's own
-``fp8_per_block`` quantizes at the start and at every reload (vllm 0.29.0
+``fp8_per_block`` quantizes at the start and at every reload (vllm 0.32.0
 model_executor/layers/quantization/online/fp8.py:259): fp32 scales of 128x128 of a weight and of 1x128 of
 activations. Its only such kernel for CPUs leaves activations in BF16 and needs AMX, so that on CPU a quantization of
 our own takes its place; importing this module registers it.
@@ -54,7 +54,7 @@ PER_BLOCK, EMULATED = "fp8_per_block", "fp8_per_block_emulated"
 _LISTED = 5
 _AT_ONCE = 1 << 24
 _AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
-"""Kernels that take experts as they are loaded (fused_moe/oracle/unquantized.py:329)."""
+"""Kernels that take experts as they are loaded (fused_moe/oracle/unquantized.py:416)."""
 _OF_PART = {"w1": "w13_weight", "w3": "w13_weight", "w2": "w2_weight"}
 _SCORES = "compute_topk_scores"
 _EXPERT = re.compile(r"(.+)\.(\d+)\.(\w+)\.weight")
@@ -85,7 +85,7 @@ class EmulatedConfig(OnlineQuantizationConfig):
 
     @classmethod
     def from_config_dict_json(cls, text: str) -> EmulatedConfig:
-        """From ``{"ignore": [names]}``, the only way past vLLM's own class (model_loader/weight_utils.py:312)."""
+        """From ``{"ignore": [names]}``, the only way past vLLM's own class (model_loader/weight_utils.py:301)."""
         args = resolve_quantization_config(PER_BLOCK, json.loads(text))
         assert args is not None, f"vLLM knows {PER_BLOCK}"
         return cls(args)
@@ -322,7 +322,7 @@ class HeldWeights:
         return changes and self._can_sum(torch.empty(place.shape, dtype=dtype), spec)
 
     def _sum_before_processing(self, module: Any) -> None:
-        """Of a layer that a reload leaves out, there will be no sum. (vllm 0.29.0 model_loader/reload/layerwise.py:362
+        """Of a layer that a reload leaves out, there will be no sum. (vllm 0.32.0 model_loader/reload/layerwise.py:373
         loads all tensors of a layer, then has it processed.)"""
         method, shapes = module.quant_method, {name: shape for name, shape, _ in self._tensors}
         # of the class: there may be an earlier plan's in its place
@@ -389,7 +389,7 @@ def _load_experts(
     number: int,
 ) -> None:  # fmt: skip
     """By vLLM's own loader of experts, which cuts out the worker's shard: of the expert of this number, or of all
-    experts of the layer as one tensor (vllm 0.29.0 fused_moe/routed_experts.py:678, ``full_load``)."""
+    experts of the layer as one tensor (vllm 0.32.0 fused_moe/routed_experts.py:778, ``full_load``)."""
     name = _OF_PART[part]
     taken = loader(
         param=parameters[name], loaded_weight=weights, weight_name=f"{layer.layer_name}.{name}", shard_id=part,
@@ -449,7 +449,7 @@ class WeightSyncExtension:
             # beside a request with `logprob_token_ids`, the probe, vLLM takes the second (v1/sample/sampler.py:142)
             for name in ("gather_logprobs", "gather_specific_token_logprobs"):
                 setattr(sampler, name, _with_entropies(getattr(sampler, name)))
-        else:  # vLLM's second model runner (v1/worker/gpu/sample/sampler.py:169)
+        else:  # vLLM's second model runner (v1/worker/gpu/sample/sampler.py:183)
             module = sys.modules[type(sampler).__module__]
             setattr(module, _SCORES, _with_entropies(getattr(module, _SCORES)))
 
@@ -510,7 +510,7 @@ class WeightSyncExtension:
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:
     """vLLM warns at every reload about rotary embeddings, which have buffers and nothing in a checkpoint, and about
-    experts, which it loads under another name than it then looks for (v1/worker/gpu_model_runner.py:5681), or does not
+    experts, which it loads under another name than it then looks for (v1/worker/gpu_model_runner.py:4736), or does not
     load (`HeldWeights.together`)."""
     text = record.getMessage()
     if text.startswith("Following weights were not loaded from checkpoint"):

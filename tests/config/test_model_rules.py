@@ -85,6 +85,8 @@ EP2 = ("--megatron.expert_parallel_size", "2")
         ("qwen3_moe", ("--vllm.tensor_parallel_size", "4", "--actor.num_gpus_per_node", "4"), ""),
         ("qwen3_moe", ("--ds.lora.rank", "4", "--ds.lora.target_modules", "gate_proj"),
          "target modules must be all-linear or some of q_proj, k_proj, v_proj, o_proj, got gate_proj"),
+        ("qwen3_moe", ("--train.routing_replay", "rollout"), "needs vllm.enable_prefix_caching true, got false"),
+        ("qwen3_moe", ("--train.routing_replay", "rollout", "--vllm.enable_prefix_caching"), ""),
         ("qwen3_moe", ("--megatron.expert_parallel_size", "4"), "megatron.expert_parallel_size must divide the ranks"),
     ],
 )  # fmt: skip

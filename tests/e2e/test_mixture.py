@@ -29,7 +29,7 @@ def task(tmp_path: Path) -> Task:
 def test_the_engines_experts_are_trained_with_also_those_of_groups_in_a_checkpoint(task: Task, tmp_path: Path) -> None:
     """In fp32 a router that has hardly moved chooses almost the same; another token's experts it would not choose."""
     more = {"train__routing_replay": "rollout", "train__max_staleness": 1, "ckpt__save_steps": 2}
-    more |= {"actor__adam__lr": 1e-5}
+    more |= {"actor__adam__lr": 1e-5, "vllm__enable_prefix_caching": "true"}
     options = task.options("replay", **EP2, **more)
     job = Job(options, tmp_path / "killed.log")
     job.wait_for(r"global_step2\b")

@@ -69,7 +69,7 @@ def test_a_node_and_the_driver_are_killed_and_the_run_goes_on_to_its_end(tmp_pat
     settings |= {"OPENRLHF_EXT_CACHE": cache}
     for name, value in (settings | {"OPENRLHF_EXT_VENV": sys.prefix}).items():
         monkeypatch.setenv(name, str(value))
-    # tests/conftest.py empties it: `ray start --num-gpus 1` refuses then (ray 2.55, resource_and_label_spec.py)
+    # tests/conftest.py empties it: `ray start --num-gpus 1` refuses then (ray 2.60, resource_and_label_spec.py)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     job = Job([], tmp_path / "log", program=("bash", str(ROOT / "examples/scripts/walkthrough.sh")))
     assert job.finish() == 0, job.text

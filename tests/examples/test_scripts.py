@@ -171,7 +171,7 @@ case "$*" in
     *--cluster*) until (($(grep -c '^ray start' "$CALLS") >= ${NODES:-0})); do sleep 0.05; done
         [[ -z ${REFUSES:-} ]] || exit 1 ;;
 esac""",
-    # a job has an environment of its own, and its words go through list2cmdline and sh (ray 2.55)
+    # a job has an environment of its own, and its words go through list2cmdline and sh (ray 2.60)
     "ray": r"""
 printf '%s\n' "ray $*" >>"$CALLS"
 [[ $1 != start ]] || printf '%s %s\n' "$RAY_AUTH_MODE" "$(cat "$RAY_AUTH_TOKEN_PATH")" >>"$CALLS.tokens"

@@ -1,7 +1,7 @@
 """How far a policy rank is from computing an engine's log-probs to the last bit, and where the two part, for call 6.
 
 The policy is bf16 on plain layers, on a GPU with vLLM's batch-invariant operations in its process too, beside an engine
-with VLLM_BATCH_INVARIANT=1 (vllm 0.29.0 model_executor/determinism/batch_invariant.py). The two never share a process:
+with VLLM_BATCH_INVARIANT=1 (vllm 0.32.0 model_executor/determinism/batch_invariant.py). The two never share a process:
 ``python -m tests.gpu.exactness MODEL FILE`` is the engine. Shape suffixes: T = tokens of a text, N = tokens of all.
 """
 

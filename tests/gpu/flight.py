@@ -82,7 +82,7 @@ def mixture(machine: Machine) -> dict:
         runs.policy = runs.folder / "experts"
         experts = {"num_experts": 16, "num_experts_per_tok": 8}  # of two a token the order of addition would not matter
         make_tiny_policy(runs.policy, "qwen3_moe", num_hidden_layers=4, head_dim=32, **experts)
-        run = runs.run("mixture", train__routing_replay="rollout")
+        run = runs.run("mixture", train__routing_replay="rollout", vllm__enable_prefix_caching="true")
     changed = [record["moe/replay_changed"] for record in run.records]
     return report(machine, {**run.measured(), "replay_changed": changed}, ["vLLM's routed experts"])
 

@@ -126,7 +126,7 @@ def plain_layers() -> Iterator[None]:
 
 @contextmanager
 def torch_optimizer() -> Iterator[None]:
-    """Policies that are built in the body have torch's Adam (megatron/core/optimizer/__init__.py:357)."""
+    """Policies that are built in the body have torch's Adam (megatron/core/optimizer/__init__.py:554)."""
     with mock.patch.object(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", True):
         yield
 

@@ -169,7 +169,7 @@ def test_attention_of_transformer_engine_gets_whole_sequences_and_gives_back_wha
             "ImportError: flash_attn_2_cuda.so: undef",
         ),
         ("raise RuntimeError('cudnn shared object not found')", "RuntimeError: cudnn shared object not found"),
-        ("", "megatron-core 0.16.1 cannot use it"),
+        ("", "megatron-core 0.19.2 cannot use it"),
     ],
 )
 def test_an_installed_transformer_engine_that_cannot_be_used_is_an_error(tmp_path, monkeypatch, source, says) -> None:

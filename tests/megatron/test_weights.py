@@ -197,7 +197,7 @@ def test_every_entry_is_given_by_one_rank(models, degrees, most_streams):
 
 
 def test_vllms_own_sender_takes_the_exporter_as_its_source(models):
-    """vllm 0.29.0 distributed/weight_transfer: its checks of a source, its packing, its groups; NCCL is missing."""
+    """vllm 0.32.0 distributed/weight_transfer: its checks of a source, its packing, its groups; NCCL is missing."""
     path = models["qwen2", False]
     arguments = {"model": str(path), "layout": {"tensor_parallel_size": 2}, "ranks": 2}
     first, other = launch("tests.megatron.weight_source", "send", 2, **arguments)

@@ -8,17 +8,20 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
 from transformers import Qwen3MoeConfig
 from vllm import EngineArgs, SamplingParams
+from vllm.distributed.aux_output_connector import worker
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput, RoutedExpertsLists
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 from benchmarks import engine_steps
-from benchmarks.engine_steps import BLOCK, Collector, Engine
+from benchmarks.engine_steps import Collector, Engine
 
 LAYERS, TOPK, AT_ONCE = 3, 2, 64
 
@@ -52,8 +55,13 @@ class RoutedEngine(Engine):
             patch.object(engine_steps, "KVCacheConfig", lambda _, *more: KVCacheConfig(blocks, *more)),
         ):
             super().__init__(folder, 8, asynchronous, ours)
+        with (
+            patch.object(worker, "bind_routed_experts_capturer"),
+            patch.object(worker, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True)),
+        ):
+            self._connector: Any = worker.get_aux_output_connector(None, self.config, self.cache)
         self.experts, self._ahead, self.version = experts, int(asynchronous), 1
-        self._under_way: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        self._under_way: deque[tuple[Any, ModelRunnerOutput, Any]] = deque()
         self.collectors: dict[str, Collector] = {}
         self.tokens: dict[str, list[int]] = {}
         self.versions: dict[str, list[int]] = {}
@@ -67,6 +75,8 @@ class RoutedEngine(Engine):
         step = 0
         while self.scheduler.get_num_unfinished_requests():
             if step in updates:
+                while self._under_way:  # a pause of vLLM's engine ends when nothing is under way
+                    self._finish_step()
                 self.version += 1
                 assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
             self._advance()
@@ -75,38 +85,54 @@ class RoutedEngine(Engine):
     def _advance(self) -> None:
         scheduled = self.scheduler.schedule()
         if scheduled.total_num_scheduled_tokens:
-            self._under_way.append((scheduled, self._compute(scheduled)))
+            self._under_way.append((scheduled, *self._compute(scheduled)))
+        else:
+            self._connector.begin_step(scheduled.aux_output_connector_metadata)
         if not self._under_way or (len(self._under_way) <= self._ahead and scheduled.total_num_scheduled_tokens):
             return
-        for batch in self.scheduler.update_from_output(*self._under_way.popleft()).values():
+        self._finish_step()
+
+    def _finish_step(self) -> None:
+        scheduled, made, told = self._under_way.popleft()
+        made.aux_output_connector_output = told.process_output()
+        for batch in self.scheduler.update_from_output(scheduled, made).values():
             came = self._decoder.decode([bytes(part) for part in self._encoder.encode(batch)])
             self.processor.process_outputs(came.outputs, came.timestamp, None)
 
-    def _compute(self, scheduled: Any) -> ModelRunnerOutput:
-        """As a model runner: of the tokens that it has sampled itself, vLLM tells it nothing."""
+    def _compute(self, scheduled: Any) -> tuple[ModelRunnerOutput, Any]:
+        """As a model runner: of the tokens that it has sampled itself, vLLM tells it nothing. With what the connector
+        makes of the experts."""
+        self._connector.begin_step(scheduled.aux_output_connector_metadata)
         cached = scheduled.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed |= {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         for name in [new.req_id for new in scheduled.scheduled_new_reqs] + list(cached.resumed_req_ids):
             request = self.scheduler.requests[name]
             self.tokens[name] = list(request.all_token_ids)
-            dropped = len(self.versions.get(name, [])) - request.num_output_tokens
-            self.versions[name] = self.versions.get(name, [])[: request.num_output_tokens]
-            self._see(resumed=name in cached.resumed_req_ids, cached=computed[name], dropped=dropped)
-        rows, slots, sampled = [], [], []
+            self.versions.setdefault(name, [])
+            self._see(resumed=name in cached.resumed_req_ids, cached=computed[name])
+        rows, sampled = [], []
         for name, count in scheduled.num_scheduled_tokens.items():
             places, tokens = range(computed[name], computed[name] + count), self.tokens[name]
             self._see(chunked=places.stop < len(tokens))
-            (blocks,) = self.scheduler.kv_cache_manager.get_blocks(name).get_block_ids()
             rows += [experts_of(self.version, tokens[: place + 1], self.experts) for place in places]
-            slots += [blocks[place // BLOCK] * BLOCK + place % BLOCK for place in places]
             sampled.append(self._sample(name) if places.stop == len(tokens) else [])
         names = list(scheduled.num_scheduled_tokens)
-        return ModelRunnerOutput(
+        output = ModelRunnerOutput(
             req_ids=names, req_id_to_index={name: index for index, name in enumerate(names)},
             sampled_token_ids=sampled, logprobs=self._logprobs(names), prompt_logprobs_dict={}, pooler_output=[],
-            routed_experts=RoutedExpertsLists(np.array(rows, np.int32), np.array(slots)),
         )  # fmt: skip
+        return output, self._told(scheduled.num_scheduled_tokens, computed, rows, sampled)
+
+    def _told(self, counts: dict[str, int], computed: dict[str, int], rows: Any, sampled: list[list[int]]) -> Any:
+        self._connector._capturer.device_buffer[: len(rows)] = torch.from_numpy(np.array(rows))
+        ends = np.cumsum([0, *counts.values()])
+        told = self._connector.prepare_output(SimpleNamespace(
+            req_ids=list(counts), query_start_loc_np=ends,
+            num_computed_tokens_np=np.array([computed[name] for name in counts]),
+        ))  # fmt: skip
+        told.enqueue_cpu_copy(np.array([len(tokens) for tokens in sampled]), np.zeros(len(counts), int))
+        return told
 
     def _see(self, **what: Any) -> None:
         self.seen |= {name for name, happened in what.items() if happened}

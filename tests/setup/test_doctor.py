@@ -49,7 +49,7 @@ def test_problems_are_named_and_set_the_exit_status(
 def test_a_refused_patch_is_a_problem(versions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openrlhf_ext.patches.base.installed_version", lambda name: "9.9")
     problems = doctor.examine().problems
-    assert any("patch megatron_cpu was written for megatron-core 0.16.1, found 9.9" in problem for problem in problems)
+    assert any("patch megatron_cpu was written for megatron-core 0.19.2, found 9.9" in problem for problem in problems)
 
 
 def test_a_missing_list_of_packages_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_pip_reads_metadata_alone_and_is_asked_for_the_whole_extra(checkout: Pat
 @pytest.mark.parametrize(
     ("reports", "env", "says"),
     [
-        ({"3.11": SAME, "3.12": SAME}, {"STUB_CONFLICT": "ERROR: vllm 0.29.0 depends on torch==2.12"}, "torch==2.12"),
+        ({"3.11": SAME, "3.12": SAME}, {"STUB_CONFLICT": "ERROR: vllm 0.32.0 depends on torch==2.12"}, "torch==2.12"),
         ({"3.11": SAME, "3.12": {"torch": "2.13.0+cpu"}}, {}, "for Python 3.12 pip found builds of a local"),
         ({}, {"PYTHON312": "/nowhere/python"}, "Python 3.12 is needed and '/nowhere/python' is not: set PYTHON312"),
         ({}, {"PYTHON312": "python3.11"}, "Python 3.12 is needed and 'python3.11' is not"),

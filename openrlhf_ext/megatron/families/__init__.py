@@ -20,14 +20,14 @@ _SIDE_BY_SIDE = "attention and MLP side by side, and a LayerNorm before them"
 _LAYER_NORM = "a LayerNorm"
 _INTERLEAVED = "rotary embedding of neighboring entries, not of the halves of a head"
 _UNGATED = "an MLP of squared ReLU without a gate"
-_DELTA_NET = "gated delta net, which megatron-core 0.16.1 does not compute over packed sequences"
+_DELTA_NET = "gated delta net, which megatron-core 0.19.2 does not compute over packed sequences"
 _LATENT = "multi-head latent attention"
 _GROUPS = f"{_LATENT}, and a sigmoid router with groups and a bias of each expert"
 _STATE_SPACE = "state-space layers"
 _LEARNED = "learned or linear positions instead of a rotary embedding"
 _IMAGES = "a decoder within a model of images and text: only text models are built"
 _NO_CLASS = "a model class of transformers, whose release 5.15 has none for it"
-# model types that users ask for -> what a family of theirs would need (transformers 5.15, models/*/modeling_*.py)
+# model types that users ask for -> what a family of theirs would need (transformers 5.19, models/*/modeling_*.py)
 _NEEDS = {
     # mixtures of experts
     "mixtral": "its experts' names (block_sparse_moe.experts.*.w1, w2, w3), and a test of its numbers",

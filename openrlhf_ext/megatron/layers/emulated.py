@@ -1,7 +1,7 @@
 """Linear layers that round as FP8 does and multiply in fp32: Megatron's own, with other products.
 
 TransformerConfig.fp8 stays None: with it megatron-core would take TransformerEngine's checkpointing for recomputation
-(transformer_block.py:507). Shape suffixes: L = tokens of the pack on this rank (of a column-parallel layer's input
+(transformer_block.py:612). Shape suffixes: L = tokens of the pack on this rank (of a column-parallel layer's input
 under sequence parallelism a piece of them), K = input features, N = output features.
 """
 

@@ -1,7 +1,7 @@
 """FP8 as a layer converter: TransformerEngine's layers, told by Megatron's configuration and proven, or ours, emulated.
 
 The state of delayed scaling, scales and the largest entries of earlier micro-batches, is agreed on by all tensor-,
-context- and data-parallel ranks of a stage. Read in TransformerEngine 2.11.0 and megatron-core 0.16.1; on
+context- and data-parallel ranks of a stage. Read in TransformerEngine 2.11.0 and megatron-core 0.19.2; on
 a GPU it has run on one rank (docs/fp8.md).
 """
 

@@ -21,7 +21,7 @@ experts here; if their loads differ by as much as they are on average, those of 
 and the fullest of 8 such ranks has 1.36 of the mean in one layer, 1.05 in 48 together."""
 _EXCHANGED = 4
 """Copies of a token's hidden state that a layer holds for a while for each of its experts: permuted, received, and the
-expert's result as it was computed and sorted back (megatron-core 0.16.1 transformer/moe/moe_layer.py, whose forward
+expert's result as it was computed and sorted back (megatron-core 0.19.2 transformer/moe/moe_layer.py, whose forward
 pass has names for them until it returns)."""
 
 

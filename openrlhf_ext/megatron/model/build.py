@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 from collections.abc import Collection, Sequence
 from copy import copy
 from importlib.metadata import version
@@ -39,7 +38,7 @@ class HiddenStateGPTModel(GPTModel):
 
     def _preprocess(self, *, position_ids: Tensor, packed_seq_params: PackedSequences, **kwargs) -> tuple:
         """The angles of the rotary embedding for every token of a pack that has no boundaries yet: from boundaries
-        Megatron would put them together twice in every layer (models/common/embeddings/rope_utils.py:186). Computed
+        Megatron would put them together twice in every layer (models/common/embeddings/rope_utils.py:198). Computed
         anew: its own module keeps 32 tables of the longest sequences, 64 MiB each at 128k tokens."""
         made = super()._preprocess(position_ids=position_ids, packed_seq_params=packed_seq_params, **kwargs)
         decoder_input, _, *others = made
@@ -113,7 +112,7 @@ def transformer_config(
             layout.virtual_pipeline_size if layout.virtual_pipeline_size > 1 else None
         ),
         num_layers_in_first_pipeline_stage=layers[0] if is_uneven else None,
-        # of two stages it follows, and Megatron divides by the stages between (transformer_layer.py:152)
+        # of two stages it follows, and Megatron divides by the stages between (transformer_layer.py:172)
         num_layers_in_last_pipeline_stage=layers[-1] if is_uneven and len(layers) > 2 else None,
         context_parallel_size=layout.context_parallel_size,
         sequence_parallel=layout.sequence_parallel,
@@ -179,7 +178,7 @@ def has_transformer_engine() -> bool:
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # a library that cannot be loaded raises whatever its loader raises
-        # megatron-core would take it for absent (extensions/transformer_engine.py:66 catches ImportError)
+        # megatron-core would take it for absent (extensions/transformer_engine.py:74 catches ImportError)
         raise BrokenLibraryError(
             f"TransformerEngine is installed and cannot be imported ({type(error).__name__}: {error}); {remedy}"
         ) from error
@@ -269,7 +268,7 @@ def give_whole_sequences(decoder: torch.nn.Module) -> None:
 def fuse_weight_gradients(decoder: torch.nn.Module) -> None:
     """Lets TransformerEngine's layers add the gradients of their weights to ``main_grad`` within the product. Not by
     ``gradient_accumulation_fusion``: with that Megatron's own output layer refuses to be built without apex
-    (tensor_parallel/layers.py:924)."""
+    (tensor_parallel/layers.py:1070)."""
     for module in decoder.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]  # torch types attributes as modules
@@ -290,14 +289,12 @@ def scale_states(model: HiddenStateGPTModel, shape: ModelShape) -> None:
 
 
 def set_positions(model: HiddenStateGPTModel, shape: ModelShape, longest: int | None) -> None:
-    """The frequencies of the rotary embedding. Megatron's attention takes the factor of cosines and sines from the
-    configuration, by YaRN's formula ((0.1 m ln s + 1) / (0.1 n ln s + 1), transformer/attention.py:1102), which with s
-    = e and n = 0 gives any."""
+    """The frequencies of the rotary embedding, and the factor of its cosines and sines, which Megatron computes from the
+    configuration, by YaRN's formula, when it builds an attention (transformer/attention.py:326)."""
     with torch.device("cpu"):
         model.frequencies_D, factor = positions.rotary(shape.rotary, shape.head_dim, longest)
-    if factor != 1.0:
-        model.config.yarn_rotary_scaling_factor = math.e
-        model.config.yarn_mscale, model.config.yarn_mscale_all_dim = 10.0 * (factor - 1.0), 0.0
+    for layer in model.decoder.layers:
+        layer.self_attention._yarn_concentration_factor = factor
 
 
 def build_model(

@@ -40,7 +40,7 @@ _SUMS = ("entropy", "tokens", "given", "changed", "balance")
 
 
 class _Choice:
-    """What Megatron's router asks for the experts (megatron-core 0.16.1 transformer/moe/moe_utils.py,
+    """What Megatron's router asks for the experts (megatron-core 0.19.2 transformer/moe/moe_utils.py,
     ``topk_routing_with_score_function``). The weights of given experts are the scores that the router gives them now,
     through which its gradient flows."""
 

@@ -97,7 +97,7 @@ class HFCheckpoint:
 
 _CONFIGS = ("config.json", CONFIG)
 _SETTINGS = "tokenizer_config.json"
-_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # as transformers 5.15 reads them
+_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # as transformers 5.19 reads them
 _OF_MODEL = ("config.json", "generation_config.json")
 _OF_TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",

@@ -213,7 +213,7 @@ class HFExporter:
 
     ``stream``: the one in which this rank gives something, None: it gives nothing; ``root``: the first rank of the
     stream, where what is gathered comes together. ``rows`` and iteration are of ownerships with one stream, whose root
-    is rank 0. ``metadata`` and iteration are those of a vLLM ``WeightSource`` (vllm 0.29.0
+    is rank 0. ``metadata`` and iteration are those of a vLLM ``WeightSource`` (vllm 0.32.0
     distributed/weight_transfer/base.py:110) whose sender is rank 0.
     """
 

@@ -3,7 +3,6 @@ which ignores some of the settings, is told of it instead. Reading needs no torc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ _REFUSED = {"dynamic": "its frequencies change with the length of a sequence, an
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:
     """``rope_scaling`` (transformers 4) or ``rope_parameters`` (transformers 5), without what is null, and with what
-    stands beside it, which comes first (transformers 5.15 modeling_rope_utils.py:742, 765)."""
+    stands beside it, which comes first (transformers 5.19 modeling_rope_utils.py:752, 783)."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     found = {name: value for name, value in rope.items() if value is not None and name != "type"}
@@ -124,8 +123,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def window_of(config: Mapping[str, Any]) -> int | None:
-    """Tokens of the longest sequence, as vLLM counts them (vllm 0.29.0 config/model.py:2452); None: it is not said.
-    Also of a model that no family has."""
+    """Tokens of the longest sequence; None: it is not said. Also of a model that no family has."""
     given, declared = _given(config), config.get("max_position_embeddings") or None
     stretched = {"yarn": given.get(_ORIGINAL), "linear": declared}.get(given["rope_type"])
     return declared if stretched is None or "factor" not in given else int(stretched * given["factor"])
@@ -166,12 +164,12 @@ def chosen_factors(settings: Settings, longest: int) -> str | None:
 
 
 def engine_overrides(settings: Settings) -> dict[str, Any]:
-    """``hf_overrides`` with which vLLM multiplies cosines and sines by the same. Of yarn it reads no
-    ``attention_factor`` and no ``mscale``, but has a factor of its own beside the usual one; of longrope it has one for
-    short and one for long sequences (vllm 0.29.0 model_executor/layers/rotary_embedding/__init__.py:251, 322)."""
-    own: dict[str, float] = {}
-    if settings["rope_type"] == "yarn" and settings.keys() & {"attention_factor", "mscale", "mscale_all_dim"}:
-        own = {"attn_factor": attention_factor(settings) / (0.1 * math.log(settings["factor"]) + 1.0)}
-    elif settings["rope_type"] == "longrope":
-        own = dict.fromkeys(("short_mscale", "long_mscale"), attention_factor(settings))
-    return {"rope_parameters": {**settings, **own}} if own else {}
+    """``hf_overrides`` with which vLLM takes a yarn's whole window, of which it knows ``max_position_embeddings`` only
+    (vllm 0.32.0 config/model.py:2595), and multiplies cosines and sines of longrope as transformers does: it has a
+    factor for short and one for long sequences (model_executor/layers/rotary_embedding/__init__.py:318)."""
+    if settings["rope_type"] == "yarn":
+        return {"rope_parameters": settings, "max_position_embeddings": int(settings[_ORIGINAL] * settings["factor"])}
+    if settings["rope_type"] == "longrope":
+        factors = dict.fromkeys(("short_mscale", "long_mscale"), attention_factor(settings))
+        return {"rope_parameters": {**settings, **factors}}
+    return {}

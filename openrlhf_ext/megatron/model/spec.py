@@ -1,8 +1,8 @@
 """Transformer layers for machines without TransformerEngine, and causal attention over context-parallel ranks.
 
 Plug-in modules of an ordinary Megatron ``ModuleSpec``, with TransformerEngine's parameter names, so that checkpoints
-and the weight map are the same with and without it. They lift three limits of megatron-core 0.16.1's own local spec:
-``WrappedTorchNorm`` refuses sequence parallelism (transformer/torch_norm.py:32), ``DotProductAttention`` materializes
+and the weight map are the same with and without it. They lift three limits of megatron-core 0.19.2's own local spec:
+``WrappedTorchNorm`` refuses sequence parallelism (transformer/torch_norm.py:50), ``DotProductAttention`` materializes
 the scores and refuses packed sequences and context parallelism (transformer/dot_product_attention.py:57, 154), and the
 final norm cannot be chosen by a plain layer spec.
 

@@ -56,13 +56,13 @@ def build_optimizer(
         overlap_param_gather=megatron.overlap_param_gather,
     )
     # without it the distributed optimizer keeps master weights of its own, and hands gradients over as ``grad``
-    # (megatron-core 0.16.1 optimizer/distrib_optimizer.py:378, 2411)
+    # (megatron-core 0.19.2 optimizer/distrib_optimizer.py:422, 2774)
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = on_host
     optimizer = get_megatron_optimizer(config, models, use_gloo_process_groups=False)
     for part in single_optimizers(optimizer) if on_host else ():
         if part.optimizer is not None:
             part.optimizer = HostOptimizer(part.optimizer)
-    # what its step asks for before it clips and moves anything (megatron-core 0.16.1 optimizer/optimizer.py:1314)
+    # what its step asks for before it clips and moves anything (megatron-core 0.19.2 optimizer/optimizer.py:1866)
     optimizer.get_grad_norm = partial(_finite_norm, optimizer.get_grad_norm)
     return optimizer
 

@@ -45,10 +45,10 @@ from openrlhf_ext.megatron.watchdog import progress
 class StageCommunicator(P2PCommunicator):
     """Exchanges activations and gradients of micro-batches of different lengths with the neighboring stages.
 
-    Megatron-core 0.16.1 sends the shapes first and posts its operations in the order (send to previous, receive from
+    Megatron-core 0.19.2 sends the shapes first and posts its operations in the order (send to previous, receive from
     previous, send to next, receive from next). With two stages both neighbors are the same rank, and messages between
     two ranks match in the order in which they are posted: under the interleaved schedule a gradient then arrives where
-    an activation is awaited, silently if both have the same shape (pipeline_parallel/p2p_communication.py:17, 192).
+    an activation is awaited, silently if both have the same shape (pipeline_parallel/p2p_communication.py:18, 213).
     Here every rank posts its receives in the order in which its neighbor posts the matching sends. ``lengths``: tokens
     of each micro-batch in a message (those of one rank), in the order of the schedule.
     """

@@ -89,7 +89,7 @@ class FP8(Section):
             yield from self._foreign_violations()
 
     def _delayed_violations(self) -> Iterator[Violation]:
-        """Megatron's rule (megatron-core 0.16.1 transformer_config.py:990), and so that of the emulation."""
+        """Megatron's rule (megatron-core 0.19.2 transformer_config.py:1402), and so that of the emulation."""
         leaves = [leaf for leaf in _BF16_LAYERS if getattr(self, leaf)]
         if self.recipe == "delayed" and leaves:
             got = " and ".join(f"fp8.{leaf} {getattr(self, leaf)}" for leaf in leaves)

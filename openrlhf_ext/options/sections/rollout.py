@@ -31,7 +31,8 @@ class Vllm(Section):
         "with ds.lora.*, what a weight sync carries: the adapter, which vLLM adds to the base that it has read, or the "
         "weights with the adapter in them")
     enable_prefix_caching: bool = option(False,
-        "reuse the KV cache of common prompt prefixes; dropped after every weight sync")
+        "reuse the KV cache of common prompt prefixes; dropped after every weight sync; train.routing_replay rollout "
+        "needs it")
     enforce_eager: bool = option(False, "run the engines without CUDA graphs (slower, starts faster)")
     max_cudagraph_capture_size: Int | None = added(None,
         "requests of a decoding step up to which CUDA graphs are captured; a step of more runs without them; without "

@@ -24,7 +24,7 @@ def find_transport(name: str) -> Transport:
 def choose_transport(asked: str, *, on_gpu: bool, colocated: bool, deterministic: bool = False) -> str:
     """The transport that ``vllm.sync_backend`` stands for on this machine; ValueError if it cannot work here.
 
-    Batch-invariant engines (``deterministic``) have other settings of NCCL than the policy (vllm 0.29.0
+    Batch-invariant engines (``deterministic``) have other settings of NCCL than the policy (vllm 0.32.0
     model_executor/determinism/batch_invariant.py:988), and ranks of one communicator must agree.
     """
     if asked == "auto":

@@ -34,8 +34,8 @@ GIB = 1 << 30
 COPIES = "FP8 copies"
 GRADIENT_BYTES = 4  # accumulated in fp32
 _PARAMETER_UNIT, _BUCKET_UNIT = 64, 128
-"""Where parameters begin in the distributed optimizer's buffer, and buckets end (megatron-core 0.16.1
-distributed/param_and_grad_buffer.py:637, 647)."""
+"""Where parameters begin in the distributed optimizer's buffer, and buckets end (megatron-core 0.19.2
+optimizer/param_layout.py:24-41)."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def rank_states(shape: ModelShape, layout: ParallelLayout, stage: int, options: 
             -(-8 * trained // shards), copies,
         )  # fmt: skip
     # experts that are dealt over ranks have gradient buffers and an optimizer of their own, over their own copies
-    # (megatron-core 0.16.1 distributed/distributed_data_parallel.py:122)
+    # (megatron-core 0.19.2 distributed/distributed_data_parallel.py:122)
     dealt = shape.num_experts > 0 and layout.expert_parallel_size > 1
     buffers = [_buffers(shape, layout, stage, options, layout.copies, False if dealt else None)]
     if dealt:
@@ -179,7 +179,7 @@ def _buffer(
     """Entries of a chunk's gradient buffer, and how many entries of parameters are in each rank's part of it.
 
     Parameters lie there in reverse order, in buckets of which every rank owns an equal part; a tied embedding that two
-    stages hold has a bucket of its own (megatron-core 0.16.1 distributed/param_and_grad_buffer.py:645-737).
+    stages hold has a bucket of its own (megatron-core 0.19.2 distributed/param_and_grad_buffer.py:645-737).
     """
     unit, bucket_unit = (_PARAMETER_UNIT, math.lcm(shards, _BUCKET_UNIT)) if distributed else (1, 1)
     places: list[tuple[int, int]] = []
@@ -339,7 +339,7 @@ def _kept_and_recomputed(
 
 
 def in_flight(layout: ParallelLayout, stage: int, micro_batches: int) -> int:
-    """Forward passes of model chunks that a stage has ahead of its backward passes (megatron-core 0.16.1
+    """Forward passes of model chunks that a stage has ahead of its backward passes (megatron-core 0.19.2
     pipeline_parallel/schedules.py: warm-up passes and the one of the steady state)."""
     stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_size
     if chunks == 1:
@@ -608,7 +608,7 @@ def host_memory(config: RunConfig, policy: TrainedModel, pool: int, critic: Trai
     return _there({
         **{f"Adam's states{whose} (ds.adam_offload), pinned": size for whose, size in adam.items()},
         "states of sleeping ranks": per_node * moved if config.ds.enable_sleep else 0,
-        # vLLM pins block by block, which torch rounds up to powers of two (device_allocator/cumem.py:264)
+        # vLLM pins block by block, which torch rounds up to powers of two (device_allocator/cumem.py:268)
         "engines asleep (level 1: adapters, evaluations), pinned": (
             min(per_node, config.engine_workers) * pool if config.vllm.enable_sleep else 0
         ),

@@ -38,7 +38,7 @@ _LEFT_OUT = {
     "vllm/third_party/fmha_sm100": "attention for Blackwell",
     "vllm/third_party/deep_gemm": "its C++ does not load in torch 2.11: VLLM_USE_DEEP_GEMM=0",
     "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so": "Hopper takes FlashAttention 3",
-    "vllm/_moe_C_stable_libtorch.abi3.so": "experts; vLLM imports it if it is there (platforms/cuda.py:227)",
+    "vllm/_moe_C_stable_libtorch.abi3.so": "experts; vLLM imports it if it is there (platforms/cuda.py:245)",
     "vllm/_flashkda_C.abi3.so": "linear attention of Kimi",
     "vllm/_flashmla_C.abi3.so": "attention of DeepSeek",
     "vllm/_flashmla_extension_C.abi3.so": "the same",
