@@ -40,11 +40,12 @@ RUN_S = 600
 SETTINGS = {
     "megatron.tensor_parallel_size": 1, "megatron.expert_parallel_size": 2, "megatron.param_dtype": "bf16",
     "rollout.max_new_tokens": 40, "data.max_len": 128, "train.full_determinism_enable": "true",
+    "vllm.enable_prefix_caching": "true",
 }  # fmt: skip
 STEPS, PROMPTS, SEEDS = 20, 32, (1, 2, 3)  # prompts of a step: the quickstart's
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2}
 OFF = {"megatron.expert_parallel_size": 2, "train.routing_replay": "off"}
-REPLAYED = OFF | {"train.routing_replay": "rollout", "vllm.enable_prefix_caching": "true"}
+REPLAYED = OFF | {"train.routing_replay": "rollout"}
 BF16 = {"megatron.param_dtype": "bf16"}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {  # the policy, and options
     "dense, the quickstart's": ("dense", {}),

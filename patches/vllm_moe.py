@@ -8,9 +8,10 @@ to 3.6 nats off, without an error (there is one where packing pads: widths that 
 refuses ``enable_return_routed_experts`` without the second model runner, which needs Triton: vLLM's CPU build without
 Triton has the first one.
 
-Changes: every load packs, exactly once: packed twice, experts are as wrong. On a CPU the rule takes the first runner,
-and that runner feeds vLLM's own connector (distributed/aux_output_connector) as the second one does. GPUs pack nothing,
-and take the second runner: there all three modules stay as they are.
+Changes: every load packs, exactly once: packed twice, experts are as wrong. On a CPU an entry of ``additional_config``
+asks in the place of ``enable_return_routed_experts``, and the first runner feeds vLLM's own connector
+(distributed/aux_output_connector) as the second one does. GPUs pack nothing, and take the second runner: there both
+modules stay as they are.
 
 Remove when: vLLM packs at every load, and its first model runner has the connector or its second one needs no Triton.
 """
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+_ASKED = "openrlhf_ext.routed_experts"
 _MARK = "changed_by_openrlhf_ext"
 
 
@@ -96,28 +98,14 @@ def _pack_at_every_load(module: Any) -> None:
     method._setup_kernel = setup_and_pack
 
 
-class _WithSecondRunner:
-    """A configuration that says it has the second model runner."""
-
-    use_v2_model_runner = True
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
+def telling_experts() -> dict[str, Any]:
+    """Engine arguments with which completions bring their experts, by the scheduler of `rollout.scheduler`."""
+    return {"enable_return_routed_experts": True} if has_cuda() else {"additional_config": {_ASKED: True}}
 
 
-def _allow_first_runner(module: Any) -> None:
-    config = module.VllmConfig
-    verify = config._verify_aux_output_compatibility
-
-    def verify_the_rest(self: Any) -> None:
-        if self.aux_output_config.enabled:
-            PATCH.require_known_version()
-        verify(_WithSecondRunner(self))
-
-    config._verify_aux_output_compatibility = verify_the_rest
+def asks_first_runner(config: Any) -> bool:
+    """Whether an engine's configuration is of `telling_experts` on a CPU."""
+    return _ASKED in config.additional_config
 
 
 class _StepBatch(NamedTuple):
@@ -135,7 +123,8 @@ def _tell_experts(module: Any) -> None:
 
     def initialize_kv_cache(self: Any, kv_cache_config: Any, is_profiling: bool = False, **more: Any) -> None:
         initialize(self, kv_cache_config, is_profiling, **more)
-        if self.vllm_config.aux_output_config.enabled and not is_profiling:
+        if asks_first_runner(self.vllm_config) and not is_profiling:
+            PATCH.require_known_version()
             from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
 
             self.aux_output_connector = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)
@@ -178,7 +167,6 @@ def _take_experts(runner: Any) -> dict[str, Any] | None:
 
 
 _CHANGES: dict[str, Callable[[Any], None]] = {
-    "vllm.config.vllm": _allow_first_runner,
     "vllm.v1.worker.cpu_model_runner": _tell_experts,
     f"{_FUSED_MOE}.unquantized_fused_moe_method": _pack_at_every_load,
 }

@@ -14,6 +14,7 @@ from packaging import version as packaging_version
 
 from openrlhf_ext import compat
 from openrlhf_ext.imports import without_collection
+from openrlhf_ext.patches.vllm_moe import telling_experts
 from openrlhf_ext.rollout.process import answer_where, describe_process, log_tail
 from openrlhf_ext.rollout.response import (
     EngineDied,
@@ -133,7 +134,7 @@ class RolloutEngine(compat.RolloutRayActor):
             self.kwargs = adapters.with_adapter(self.kwargs, *adapter)
         self._routed_experts = routed_experts
         if routed_experts:
-            self.kwargs["enable_return_routed_experts"] = True
+            self.kwargs |= telling_experts()
         self._keeps_base = adapter is not None
         self._in_process, self.tells_entropies = in_process, tells_entropies
         self._routed_experts = routed_experts

@@ -19,12 +19,16 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+from vllm.config import VllmConfig
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
+
+from openrlhf_ext.patches.vllm_moe import asks_first_runner
 
 QUALIFIED_NAME = "openrlhf_ext.rollout.scheduler.make_scheduler"
 _KEY = "logprobs_at_end"
@@ -154,12 +158,15 @@ class _Step:
 
 
 class _AtEnd:
-    """Mixed into a scheduler of vLLM, which provides the first attribute."""
+    """Mixed into a scheduler of vLLM, which provides the first attributes."""
 
-    aux_output_connector: Any
+    vllm_config: VllmConfig
+    aux_output_connector: AuxOutputSchedulerConnector | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if asks_first_runner(self.vllm_config):
+            self.aux_output_connector = AuxOutputSchedulerConnector()
         self._kept: dict[str, _Kept] = {}
 
     def add_request(self, request: Any) -> None:

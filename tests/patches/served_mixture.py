@@ -33,8 +33,10 @@ import torch  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 
+from openrlhf_ext.rollout.scheduler import QUALIFIED_NAME  # noqa: E402
 from tests.rollout import mixture  # noqa: E402
 
+TELLING: dict[str, Any] = {"stock": {}, "stock_experts": {"enable_return_routed_experts": True}}
 WIDTH = mixture.WIDTH if WAY == "padded" else 64  # which the kernel takes as it is: a stock reload then is no error
 PROMPTS = [[2 + i * 7 % 500 for i in range(length)] for length in (3, 30, 140)]
 
@@ -86,7 +88,7 @@ def main() -> None:
         llm = LLM(
             folder, dtype="float32", enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=32 << 20,
             skip_tokenizer_init=True, worker_extension_cls="tests.patches.served_mixture.Reload",
-            enable_return_routed_experts=WAY != "stock",
+            scheduler_cls=QUALIFIED_NAME, **TELLING.get(WAY, vllm_moe.telling_experts()),
         )  # fmt: skip
         found = [compare(llm, 0), compare(llm, 0)]  # the second time prompts are in the prefix cache
         for seed in (1, 2):

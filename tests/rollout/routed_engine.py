@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import Qwen3MoeConfig
 from vllm import EngineArgs, SamplingParams
+from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector import worker
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
@@ -50,6 +51,7 @@ class RoutedEngine(Engine):
     def __init__(self, folder: str, *, ours: bool, asynchronous: bool, experts: int, blocks: int) -> None:
         arguments = partial(EngineArgs, enable_return_routed_experts=True)
         with (
+            patch.object(VllmConfig, "_verify_aux_output_compatibility"),  # of a second runner, as a GPU has it
             patch.object(engine_steps, "LlamaConfig", lambda **_: config(experts)),
             patch.object(engine_steps, "EngineArgs", lambda **m: arguments(**m | {"max_num_batched_tokens": AT_ONCE})),
             patch.object(engine_steps, "KVCacheConfig", lambda _, *more: KVCacheConfig(blocks, *more)),

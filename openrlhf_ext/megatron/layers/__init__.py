@@ -67,11 +67,19 @@ class LayerConverter:
 def linears(layer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """(path in the layer, submodules that have it) of every linear of a layer's spec, in attention and in any kind of
     MLP."""
-    for name, module in vars(layer.submodules).items():
+    submodules = _submodules(layer)
+    for name, module in vars(submodules).items():
         if is_linear(name):
-            yield path + name, layer.submodules
-        elif getattr(module, "submodules", None) is not None:
+            yield path + name, submodules
+        elif _submodules(module) is not None:
             yield from linears(module, f"{path}{name}.")
+
+
+def _submodules(module: Any) -> Any:
+    """Of a part of a spec; Megatron gives a dense MLP as a function that is called with its submodules."""
+    if isinstance(module, partial):
+        return module.keywords.get("submodules")
+    return getattr(module, "submodules", None)
 
 
 def is_linear(path: str) -> bool:

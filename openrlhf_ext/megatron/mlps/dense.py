@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_ext.megatron.mlps import MLP
@@ -54,10 +55,9 @@ class DenseMLP(MLP):
         from megatron.core.transformer.identity_op import IdentityOp
         from megatron.core.transformer.mlp import MLP as MegatronMLP
         from megatron.core.transformer.mlp import MLPSubmodules
-        from megatron.core.transformer.spec_utils import ModuleSpec
 
         linears = MLPSubmodules(linear_fc1=norm_linear, linear_fc2=row_linear)
-        return {"pre_mlp_layernorm": IdentityOp, "mlp": ModuleSpec(module=MegatronMLP, submodules=linears)}
+        return {"pre_mlp_layernorm": IdentityOp, "mlp": partial(MegatronMLP.as_mlp_submodule, submodules=linears)}
 
     @classmethod
     def transformer_engine_layer(cls, layer: ModuleSpec) -> ModuleSpec:

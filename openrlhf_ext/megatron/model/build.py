@@ -124,6 +124,7 @@ def transformer_config(
         # not perform_initialization=False, with which no weight is marked as a tensor-parallel shard (layers.py:855)
         init_method=_filled_later,
         output_layer_init_method=_filled_later,
+        cuda_graph_modules=[],
         gradient_accumulation_fusion=on_gpu and find_spec("fused_weight_gradient_mlp_cuda") is not None,  # of apex
         masked_softmax_fusion=False,
         persist_layer_norm=on_gpu,

@@ -253,14 +253,6 @@ def with_transformer_engine_mixture(layer: ModuleSpec) -> ModuleSpec:
     return ModuleSpec(module=RoutedLayer, submodules=submodules)
 
 
-def _is_worth_telling(record: logging.LogRecord) -> bool:
-    """Megatron warns of every layer's MLP that is of none of its own classes; ours needs none of its arguments."""
-    return not record.getMessage().startswith("Unknown MLP type")
-
-
-logging.getLogger(TransformerLayer.__module__).addFilter(_is_worth_telling)
-
-
 # ---- experts that were taken ----------------------------------------------------------------------------------------
 
 
