@@ -38,7 +38,7 @@ class _Entry:
     size: int
 
 
-def slim(library: Path, keep: Collection[int], strict: bool = False) -> dict[str, int]:
+def slim(library: Path, keep: Collection[int], strict: bool = False, ptx: bool = True) -> dict[str, int]:
     """Zeroes the code of all other architectures in the file ``library``.
 
     Args:
@@ -46,6 +46,7 @@ def slim(library: Path, keep: Collection[int], strict: bool = False) -> dict[str
             loses its only code.
         strict: of such a container stays only what can run there: its newest PTX that the oldest kept architecture
             compiles. Machine code of another major architecture cannot.
+        ptx: when strict, False leaves nothing in such a container: a launch of its kernels finds no image.
 
     Returns:
         ``containers``, ``total_bytes`` of GPU code, ``kept_bytes``.
@@ -60,12 +61,15 @@ def slim(library: Path, keep: Collection[int], strict: bool = False) -> dict[str
             wanted = [entry for entry in entries if entry.kind == _KIND_CUBIN and entry.architecture in keep]
             if not wanted:
                 wanted = _newest_ptx(entries, min(keep)) if strict else entries
+                wanted = wanted if ptx else []
             for entry in entries:
                 total += entry.size
                 if entry in wanted:
                     kept += entry.size
-                else:
+                elif wanted:
                     _blank(image, entry)
+                else:
+                    _hide(image, entry)
         image.flush()
     if kept == total:
         raise FatbinError(f"{library}: nothing to leave out, or no code for sm_{sorted(keep)}: {total} bytes in all")
@@ -96,8 +100,7 @@ def slim_heads(library: Path, keep: Collection[int]) -> dict[str, int]:
                 if not sizes or sizes & set(keep):
                     kept += entry.size
                 else:
-                    _blank(image, entry)
-                    struct.pack_into("<I", image, entry.header + _ARCHITECTURE_OFFSET, _NOT_HERE)
+                    _hide(image, entry)
         image.flush()
     if lacking := sorted(set(keep) - found):
         raise FatbinError(f"{library}: no kernel for head sizes {lacking}; there are {sorted(found)}")
@@ -112,6 +115,12 @@ def _newest_ptx(entries: list[_Entry], architecture: int) -> list[_Entry]:
 
 def _blank(image: mmap.mmap, entry: _Entry) -> None:
     image[entry.offset : entry.offset + entry.size] = bytes(entry.size)
+
+
+def _hide(image: mmap.mmap, entry: _Entry) -> None:
+    """Blanks it and says that it is for another architecture: zeros must not be compiled as PTX."""
+    _blank(image, entry)
+    struct.pack_into("<I", image, entry.header + _ARCHITECTURE_OFFSET, _NOT_HERE)
 
 
 def _section(image: mmap.mmap) -> tuple[int, int]:

@@ -152,6 +152,15 @@ def test_strictly_only_what_can_run_there_stays(tmp_path):
     assert file.read_bytes() == expected
 
 
+def test_what_is_ptx_alone_can_be_left_out_and_is_said_to_be_for_another_gpu(tmp_path):
+    new, text, wrong = (bytes([number]) * 72 for number in (1, 2, 3))
+    file = tmp_path / "lib.so"
+    before = library(file, container(entry(CUBIN, 90, new)), container(entry(PTX, 80, text), entry(CUBIN, 75, wrong)))
+    assert slim(file, {90}, strict=True, ptx=False) == {"containers": 2, "total_bytes": 216, "kept_bytes": 72}
+    gone = before.replace(entry(PTX, 80, text), entry(PTX, 100, bytes(72)))
+    assert file.read_bytes() == gone.replace(entry(CUBIN, 75, wrong), entry(CUBIN, 100, bytes(72)))
+
+
 def kernel(head_size: int) -> bytes:
     """What the mangled name of a kernel of FlashAttention 3 has of it."""
     tiles = b"CollectiveMainloopFwdSm90ILi2EN4cute5tupleIJNS_1CILi1EEES4_S4_EEENS3_IJNS_1CILi128EEEEEELi"
