@@ -46,7 +46,7 @@ if [[ -n "$bundle" ]] && _is_whole "$bundle"; then
     unpacked="$(PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" "$python" -m tests.gpu.whole.here "$bundle")" || exit 1
     site="$unpacked/site"
     export OPENRLHF_EXT_TOY="$unpacked/toy"
-    # neither package is in it: unset, the first is an ImportError in vLLM's sampler (v1/sample/ops/topk_topp_sampler.py:51)
+    # neither package is in it: unset, the first is an ImportError in vLLM's sampler (v1/sample/ops/topk_topp_sampler.py:101)
     export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0
 fi
 export PYTHONPATH="$ROOT${site:+:$site}${PYTHONPATH:+:$PYTHONPATH}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MAGIC = 0xBA55ED50
-_KIND_PTX, _KIND_CUBIN = 1, 2
+_KIND_CUBIN = 2  # 1: PTX
 _CONTAINER = struct.Struct("<IHHQ")  # magic, version, header size, payload size
 _ENTRY = struct.Struct("<HHIQ")  # kind, unknown, header size, payload size
 _ARCHITECTURE_OFFSET = 28  # u32 inside the entry header
@@ -38,15 +38,13 @@ class _Entry:
     size: int
 
 
-def slim(library: Path, keep: Collection[int], strict: bool = False, ptx: bool = True) -> dict[str, int]:
+def slim(library: Path, keep: Collection[int], strict: bool = False) -> dict[str, int]:
     """Zeroes the code of all other architectures in the file ``library``.
 
     Args:
         keep: architectures whose machine code stays, e.g. {90}. A container without any is left whole, so that nothing
             loses its only code.
-        strict: of such a container stays only what can run there: its newest PTX that the oldest kept architecture
-            compiles. Machine code of another major architecture cannot.
-        ptx: when strict, False leaves nothing in such a container: a launch of its kernels finds no image.
+        strict: nothing of such a container stays, PTX neither: a launch of its kernels finds no image.
 
     Returns:
         ``containers``, ``total_bytes`` of GPU code, ``kept_bytes``.
@@ -59,9 +57,8 @@ def slim(library: Path, keep: Collection[int], strict: bool = False, ptx: bool =
         for count, (start, end) in enumerate(_containers(image, *_section(image)), 1):  # noqa: B007  # its last value
             entries = list(_entries(image, start, end))
             wanted = [entry for entry in entries if entry.kind == _KIND_CUBIN and entry.architecture in keep]
-            if not wanted:
-                wanted = _newest_ptx(entries, min(keep)) if strict else entries
-                wanted = wanted if ptx else []
+            if not wanted and not strict:
+                wanted = entries
             for entry in entries:
                 total += entry.size
                 if entry in wanted:
@@ -105,12 +102,6 @@ def slim_heads(library: Path, keep: Collection[int]) -> dict[str, int]:
     if lacking := sorted(set(keep) - found):
         raise FatbinError(f"{library}: no kernel for head sizes {lacking}; there are {sorted(found)}")
     return {"total_bytes": total, "kept_bytes": kept}
-
-
-def _newest_ptx(entries: list[_Entry], architecture: int) -> list[_Entry]:
-    """None, or the one that a GPU of this architecture compiles."""
-    compiled = [entry for entry in entries if entry.kind == _KIND_PTX and entry.architecture <= architecture]
-    return sorted(compiled, key=lambda entry: entry.architecture)[-1:]
 
 
 def _blank(image: mmap.mmap, entry: _Entry) -> None:
