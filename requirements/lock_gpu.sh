@@ -64,8 +64,12 @@ import runpy
 import sys
 from types import SimpleNamespace
 
-# Of what _merge appends: deepspeed, and TransformerEngine's torch extension.
-NEEDED_BY_APART = ["hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "tqdm", "onnx", "onnxscript"]
+# Of what _merge appends: deepspeed, TransformerEngine's torch extension, and megatron-core (numpy, packaging), which
+# says that it needs Python 3.12 and has wheels for 3.11 all the same: pip refuses it there.
+NEEDED_BY_APART = [
+    "hjson", "msgpack", "ninja", "numpy", "packaging>=24.2", "psutil", "py-cpuinfo", "tqdm", "onnx", "onnxscript",
+]
+APART = ("openrlhf", "deepspeed", "pylatexenc", "megatron-core")
 # nvcc and its headers, of torch's CUDA and not of the newest: TransformerEngine's extension is compiled with these, and
 # what a newer nvcc emits as PTX is not loaded by a driver of torch's CUDA.
 NVCC = ["cuda-toolkit[nvcc,cccl]"]
@@ -75,7 +79,7 @@ sys.modules["setuptools"] = SimpleNamespace(find_packages=lambda **_: [], setup=
 runpy.run_path(sys.argv[1])
 for requirement in arguments["extras_require"]["gpu"]:
     name, version = requirement.split("==")
-    if name in ("openrlhf", "deepspeed", "pylatexenc"):
+    if name in APART:
         continue
     if name == "transformer-engine[core_cu13,pytorch]":
         print(f"transformer-engine=={version}\ntransformer-engine-cu13=={version}")
@@ -119,7 +123,8 @@ def apart():
     runpy.run_path(sys.argv[1])
     pins = dict(requirement.split("==") for requirement in arguments["extras_require"]["gpu"])
     pins["transformer-engine-torch"] = pins["transformer-engine[core_cu13,pytorch]"]
-    return {name: pins[name] for name in ("openrlhf", "deepspeed", "pylatexenc", "transformer-engine-torch")}
+    names = ("openrlhf", "deepspeed", "pylatexenc", "megatron-core", "transformer-engine-torch")
+    return {name: pins[name] for name in names}
 
 
 reports = {"3.11": versions(sys.argv[2]), "3.12": versions(sys.argv[3])}

@@ -251,8 +251,8 @@ def _mixture_rules(config: RunConfig | SupervisedConfig, model: ModelShape, opti
             f"{config.train.routing_replay} and samples of a guide; leave one of the two out")
     if isinstance(config, RunConfig) and config.replays_rollout and not config.vllm.enable_prefix_caching:
         yield Violation(("train.routing_replay", "vllm.enable_prefix_caching"),
-            "train.routing_replay rollout needs vllm.enable_prefix_caching true, got false: vLLM keeps the experts that "
-            "its routers took beside the blocks of its prefix cache; set it to true")
+            "train.routing_replay rollout needs vllm.enable_prefix_caching true, got false: vLLM keeps the experts of "
+            "its routers beside the blocks of its prefix cache; set it to true")
     engine = config.vllm.tensor_parallel_size if isinstance(config, RunConfig) else 1
     if model.ffn_hidden_size % engine:
         yield _indivisible(option, "vllm.tensor_parallel_size", engine, "expert width", model.ffn_hidden_size)

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -89,8 +90,14 @@ def _made(records: Iterator[dict[str, Any]], form: ExampleForm) -> Iterator[Exam
         yield from map(_example, chain(first, records))
         return
     # forked: the tokenizer is there already; the feeding thread reads records as fast as they are taken
-    with multiprocessing.get_context("fork").Pool(processes, _of_process, (form,)) as pool:
+    with multiprocessing.get_context("fork").Pool(processes, _of_worker, (form,)) as pool:
         yield from pool.imap(_example, chain(first, records), chunksize=_RECORDS_OF_A_TASK)
+
+
+def _of_worker(form: ExampleForm) -> None:
+    # the pool ends its processes by SIGTERM and waits for them; the handler that they inherit would not end them
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _of_process(form)
 
 
 def _of_process(form: ExampleForm) -> None:

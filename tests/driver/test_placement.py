@@ -84,13 +84,14 @@ def test_the_refusal_shows_who_would_be_where():
 def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # these GPUs are made up; Ray takes them for hidden
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # else it asks for a token if this user has one
         nodes = Cluster()
         for _ in range(2):
             start_with_retries(lambda: nodes.add_node(num_gpus=2, num_cpus=2))
-    ray.init(address=nodes.address, log_to_driver=False)
-    yield
-    ray.shutdown()
-    nodes.shutdown()
+        ray.init(address=nodes.address, log_to_driver=False)
+        yield
+        ray.shutdown()
+        nodes.shutdown()
 
 
 @pytest.mark.slow

@@ -47,6 +47,8 @@ ARCHITECTURES = (90,)
 # require, which is torch, numpy and packaging
 ALONE = ("megatron-core", "einops", "psutil", "pyyaml")
 WITH_REQUIREMENTS = ("pydantic", "pytest", "hypothesis")
+# megatron-core says that it needs Python 3.12 and has wheels for 3.11 too, and pip may ask the Python that runs it
+AS_PINNED = ("--no-deps", "--ignore-requires-python")
 WHOLE_KIND = "whole"
 # all that vLLM, Ray and our code import in a whole run, but for what is in the next two lists
 WHOLE = (
@@ -61,7 +63,7 @@ WHOLE = (
 STAND_INS = {
     "xgrammar": "output that follows a grammar; it brings tvm-ffi",
     "llguidance": "the same",
-    "openai_harmony": "the chat format of gpt-oss",
+    "openai_harmony": "the chat format of gpt-oss; the module of oss-harmony",
 }
 # modules that they import too, and that the machine itself must have: its own fit its torch and its numpy
 OF_THE_HOST = (
@@ -224,7 +226,7 @@ def _packages(site: Path, python: str) -> list[str]:
     """Unpacks the wheels; their file names."""
     names = [[f"{name}=={pinned(name)}" for name in group] for group in (ALONE, WITH_REQUIREMENTS)]
     with tempfile.TemporaryDirectory() as folder:
-        download(folder, "--no-deps", *wheels_for(python), *names[0])
+        download(folder, *AS_PINNED, *wheels_for(python), *names[0])
         download(folder, *wheels_for(python), *names[1])
         return unpack(Path(folder).glob("*.whl"), site)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MAGIC = 0xBA55ED50
-_KIND_PTX, _KIND_CUBIN = 1, 2
+_KIND_CUBIN = 2  # 1: PTX
 _CONTAINER = struct.Struct("<IHHQ")  # magic, version, header size, payload size
 _ENTRY = struct.Struct("<HHIQ")  # kind, unknown, header size, payload size
 _ARCHITECTURE_OFFSET = 28  # u32 inside the entry header
@@ -44,8 +44,7 @@ def slim(library: Path, keep: Collection[int], strict: bool = False) -> dict[str
     Args:
         keep: architectures whose machine code stays, e.g. {90}. A container without any is left whole, so that nothing
             loses its only code.
-        strict: of such a container stays only what can run there: its newest PTX that the oldest kept architecture
-            compiles. Machine code of another major architecture cannot.
+        strict: nothing of such a container stays, PTX neither: a launch of its kernels finds no image.
 
     Returns:
         ``containers``, ``total_bytes`` of GPU code, ``kept_bytes``.
@@ -58,14 +57,16 @@ def slim(library: Path, keep: Collection[int], strict: bool = False) -> dict[str
         for count, (start, end) in enumerate(_containers(image, *_section(image)), 1):  # noqa: B007  # its last value
             entries = list(_entries(image, start, end))
             wanted = [entry for entry in entries if entry.kind == _KIND_CUBIN and entry.architecture in keep]
-            if not wanted:
-                wanted = _newest_ptx(entries, min(keep)) if strict else entries
+            if not wanted and not strict:
+                wanted = entries
             for entry in entries:
                 total += entry.size
                 if entry in wanted:
                     kept += entry.size
-                else:
+                elif wanted:
                     _blank(image, entry)
+                else:
+                    _hide(image, entry)
         image.flush()
     if kept == total:
         raise FatbinError(f"{library}: nothing to leave out, or no code for sm_{sorted(keep)}: {total} bytes in all")
@@ -96,22 +97,21 @@ def slim_heads(library: Path, keep: Collection[int]) -> dict[str, int]:
                 if not sizes or sizes & set(keep):
                     kept += entry.size
                 else:
-                    _blank(image, entry)
-                    struct.pack_into("<I", image, entry.header + _ARCHITECTURE_OFFSET, _NOT_HERE)
+                    _hide(image, entry)
         image.flush()
     if lacking := sorted(set(keep) - found):
         raise FatbinError(f"{library}: no kernel for head sizes {lacking}; there are {sorted(found)}")
     return {"total_bytes": total, "kept_bytes": kept}
 
 
-def _newest_ptx(entries: list[_Entry], architecture: int) -> list[_Entry]:
-    """None, or the one that a GPU of this architecture compiles."""
-    compiled = [entry for entry in entries if entry.kind == _KIND_PTX and entry.architecture <= architecture]
-    return sorted(compiled, key=lambda entry: entry.architecture)[-1:]
-
-
 def _blank(image: mmap.mmap, entry: _Entry) -> None:
     image[entry.offset : entry.offset + entry.size] = bytes(entry.size)
+
+
+def _hide(image: mmap.mmap, entry: _Entry) -> None:
+    """Blanks it and says that it is for another architecture: zeros must not be compiled as PTX."""
+    _blank(image, entry)
+    struct.pack_into("<I", image, entry.header + _ARCHITECTURE_OFFSET, _NOT_HERE)
 
 
 def _section(image: mmap.mmap) -> tuple[int, int]:

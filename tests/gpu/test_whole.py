@@ -6,6 +6,7 @@ OPENRLHF_EXT_GPU_PYTHON, then loads vLLM's extensions and imports an engine's mo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -211,7 +212,7 @@ def test_a_command_of_the_kit_ends_where_a_bundle_cannot_be_used(tmp_path):
 
 
 def test_every_package_is_in_the_lock_and_none_is_there_twice():
-    for name in (*WHOLE, *(name.replace("_", "-") for name in bundles.STAND_INS)):
+    for name in (*WHOLE, *({"openai_harmony": "oss-harmony"}.get(name, name) for name in bundles.STAND_INS)):
         assert f"{name}=={bundles.pinned(name)}" in LOCK, name
     names = [*WHOLE, *bundles.STAND_INS, *bundles.OF_THE_HOST]
     assert len(names) == len(set(names))
@@ -307,6 +308,43 @@ def test_symbols_that_the_machines_torch_lacks_are_named(tmp_path):
     assert "memcpy@GLIBC_2.14" in symbols.missing(library, {"torch_there", "GLIBC_2.9"})
     with pytest.raises(BundleError, match=r"vllm/_C.so: .*torch_gone"):
         make._prove_symbols(tmp_path, known)
+
+
+_NAMES_OPS = """
+def route(scores):
+    torch.ops._moe_C.topk_softmax(scores)
+    torch.ops._C.rms_norm.default
+    torch.ops._C.of_cpus(scores)  # defined nowhere: not a matter of what is left out
+"""
+
+
+@pytest.fixture
+def with_ops(tmp_path) -> Path:
+    """vLLM with a module that names ops, and a library for each namespace."""
+    (tmp_path / "vllm/layers").mkdir(parents=True)
+    (tmp_path / "vllm/layers/router.py").write_text(_NAMES_OPS)
+    for space, name in (("_C", "rms_norm"), ("_moe_C", "topk_softmax")):
+        text = f'const char *said[] = {{"{space}", "{name}(Tensor! out) -> ()"}};'
+        compiled(tmp_path / f"vllm/{space}.so", text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("left_out", "excused", "lost"),
+    [
+        ("vllm/benchmarks", {}, ""),
+        ("vllm/_moe_C.so", {}, "name 1 ops .*: layers/router.py: torch.ops._moe_C.topk_softmax$"),
+        ("vllm/_C.so", {}, "name 1 ops .*: layers/router.py: torch.ops._C.rms_norm$"),
+        ("vllm", {}, "name 2 ops "),
+        ("vllm/_moe_C.so", {"_moe_C": "layers/"}, ""),
+        ("vllm/_moe_C.so", {"_moe_C": "models/"}, "name 1 ops "),
+    ],
+)
+def test_ops_of_a_library_that_is_left_out_are_named(left_out, excused, lost, with_ops, monkeypatch):
+    monkeypatch.setattr(make, "_LEFT_OUT", {left_out: ""})
+    monkeypatch.setattr(make, "_NOT_CALLED", excused)
+    with pytest.raises(BundleError, match=lost) if lost else contextlib.nullcontext():
+        make._prove_ops(with_ops)
 
 
 def test_torchs_symbols_are_read_from_its_wheel_once(tmp_path, monkeypatch):

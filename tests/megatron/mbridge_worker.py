@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.transformer.enums import ModelType
 
 from openrlhf_ext.megatron.distributed import initialize_distributed
 from openrlhf_ext.megatron.mlps.dense import DenseMLP
@@ -20,6 +21,8 @@ def mbridge_parameters(path: str) -> dict[str, torch.Tensor]:
     from mbridge import AutoBridge
     from mbridge.models.qwen2 import Qwen2Bridge
 
+    # megatron-core 0.19 has no such kind of model any more; mbridge compares with it (mbridge/core/util.py:83)
+    ModelType.encoder_and_decoder = None
     # a tied model edits this class-level map for all later ones (mbridge/models/qwen2.py:58)
     Qwen2Bridge._DIRECT_MAPPING = dict(Qwen2Bridge._DIRECT_MAPPING)
     bridge = AutoBridge.from_pretrained(path, dtype=torch.float32)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.optimizer import clip_grads
 
+from openrlhf_ext.megatron.step import optimizer
 from openrlhf_ext.megatron.step.optimizer import GROUPS, build_scheduler, group_of
 from openrlhf_ext.options.sections import Actor, Adam
 from tests.launch import launch
@@ -83,3 +87,14 @@ def test_the_warm_up_is_a_share_of_the_steps_or_a_number_of_them():
     assert rates(**constant, lr_warmup_ratio=0.5, lr_warmup_steps=2) == [0.5] + [1.0] * 7
     assert rates(**constant, lr_warmup_steps=0) == [1.0] * 8
     assert rates(lr_scheduler="constant", lr_warmup_steps=4) == [1.0] * 8
+
+
+def test_norms_are_computed_by_transformer_engine_where_it_is(monkeypatch):
+    kernels = SimpleNamespace(multi_tensor_applier=1, multi_tensor_l2norm=2, multi_tensor_scale=3)
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(optimizers=kernels))
+    taken = ("multi_tensor_applier", "l2_norm_impl", "multi_tensor_scale_impl")
+    for name in taken:
+        monkeypatch.setattr(clip_grads, name, None)
+    optimizer._take_its_kernels()
+    assert [getattr(clip_grads, name) for name in taken] == [1, 2, 3]

@@ -48,7 +48,7 @@ class Layer(RoutedExperts):
             intermediate_size_per_partition_unpadded=WIDTH // workers, hidden_dim_unpadded=HIDDEN,
             is_act_and_mul=True, tp_rank=worker, moe_parallel_config=SimpleNamespace(tp_size=workers),
         )  # fmt: skip
-        self.layer_name, self.quant_config = "experts", None
+        self.layer_name, self.quant_config, self._fused_shared_expert_quantizer = "experts", None, None
         self.expert_map_manager = SimpleNamespace(map_global_to_local=lambda number: number)
         self.ckpt_gate_proj_name, self.ckpt_up_proj_name, self.ckpt_down_proj_name = "gate_proj", "up_proj", "down_proj"
         self.intermediate_size_per_partition, self.params_dtype = width, torch.bfloat16

@@ -28,6 +28,7 @@ from openrlhf_ext.megatron.step.batch import PackedBatch
 from openrlhf_ext.options.sections import Megatron
 
 logger = logging.getLogger(__name__)
+logging.getLogger(GPTModel.__module__).addFilter(lambda record: "GPTModel IS DEPRECATED" not in record.getMessage())
 
 
 class HiddenStateGPTModel(GPTModel):
@@ -290,8 +291,8 @@ def scale_states(model: HiddenStateGPTModel, shape: ModelShape) -> None:
 
 
 def set_positions(model: HiddenStateGPTModel, shape: ModelShape, longest: int | None) -> None:
-    """The frequencies of the rotary embedding, and the factor of its cosines and sines, which Megatron computes from the
-    configuration, by YaRN's formula, when it builds an attention (transformer/attention.py:326)."""
+    """The frequencies of the rotary embedding, and the factor of its cosines and sines, which Megatron computes by
+    YaRN's formula when it builds an attention (transformer/attention.py:326)."""
     with torch.device("cpu"):
         model.frequencies_D, factor = positions.rotary(shape.rotary, shape.head_dim, longest)
     for layer in model.decoder.layers:

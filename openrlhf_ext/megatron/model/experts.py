@@ -11,7 +11,6 @@ Shape suffixes: L = tokens of the pack on this rank, E = experts, K = experts of
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

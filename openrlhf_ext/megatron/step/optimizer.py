@@ -9,13 +9,14 @@ from functools import partial
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from openrlhf_ext.megatron.layout import ParallelLayout
+from openrlhf_ext.megatron.model.build import has_transformer_engine
 from openrlhf_ext.megatron.step import NonFiniteUpdateError
 from openrlhf_ext.megatron.step.host_optimizer import HostOptimizer
 from openrlhf_ext.options.sections.models import Actor, Megatron, Optimizer
@@ -58,6 +59,8 @@ def build_optimizer(
     # without it the distributed optimizer keeps master weights of its own, and hands gradients over as ``grad``
     # (megatron-core 0.19.2 optimizer/distrib_optimizer.py:422, 2774)
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = on_host
+    if has_transformer_engine():
+        _take_its_kernels()
     optimizer = get_megatron_optimizer(config, models, use_gloo_process_groups=False)
     for part in single_optimizers(optimizer) if on_host else ():
         if part.optimizer is not None:
@@ -65,6 +68,16 @@ def build_optimizer(
     # what its step asks for before it clips and moves anything (megatron-core 0.19.2 optimizer/optimizer.py:1866)
     optimizer.get_grad_norm = partial(_finite_norm, optimizer.get_grad_norm)
     return optimizer
+
+
+def _take_its_kernels() -> None:
+    """megatron-core 0.19.2 takes TransformerEngine's kernels for the norm and the clip of gradients if there is one of
+    release 2.14 among them (optimizer/clip_grads.py:10), and otherwise waits for the GPU at every tensor."""
+    from transformer_engine.pytorch import optimizers
+
+    clip_grads.multi_tensor_applier = optimizers.multi_tensor_applier
+    clip_grads.l2_norm_impl = optimizers.multi_tensor_l2norm
+    clip_grads.multi_tensor_scale_impl = optimizers.multi_tensor_scale
 
 
 def single_optimizers(optimizer: MegatronOptimizer | None) -> list[MegatronOptimizer]:

@@ -94,8 +94,8 @@ NODE_MEMORY = 400
 EXPERTS_RATE = 0.5
 """Of the rate of a dense layer's products, that of experts' products: many small ones, in a launch for all. Assumed."""
 EXPERT_US = 20.0
-"""Microseconds of the host for each expert that a rank holds, a layer's forward pass of a micro-batch: the gradient hooks
-of its weights, and TransformerEngine's loop over them. Assumed."""
+"""Microseconds of the host for each expert of a rank, a layer's forward pass of a micro-batch: gradient hooks of its
+weights, and TransformerEngine's loop over them. Assumed."""
 FP8_GAIN = {"blockwise": 1.40, "current": 1.69, "delayed": 1.75}
 """Of products within layers over bf16 ones, quantization included, by recipe: an H200, the shapes of Qwen2.5-32B
 without tensor parallelism (benchmarks/results/gpu_h200.json). The data sheet has 2. vLLM's ``fp8_per_block`` is taken
@@ -460,8 +460,8 @@ class Clock:
         ]  # fmt: skip
         mixture = [
             f"products of experts reach {EXPERTS_RATE:g} of that rate, and where experts are dealt over ranks the "
-            f"fullest rank has {FULLEST_RANK:g} times the mean of the tokens (assumed; moe/load_max tells a run's); each "
-            f"expert of a rank takes {EXPERT_US:g} microseconds of the host a layer's forward pass (assumed)"
+            f"fullest rank has {FULLEST_RANK:g} times the mean of the tokens (assumed; moe/load_max tells a run's); "
+            f"each expert of a rank takes {EXPERT_US:g} microseconds of the host a layer's forward pass (assumed)"
         ]  # fmt: skip
         return [
             f"GPU: {gpu.memory / GIB:.1f} GiB, {gpu.tflops:g} TFLOP/s bf16, memory "

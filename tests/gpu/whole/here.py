@@ -28,7 +28,7 @@ from tests.gpu.bundle import MANIFEST, BundleError
 STAMP = "bundle.sha256"
 SHM = Path("/dev/shm")
 # What `openrlhf-ext doctor` warns below. Docker gives 64 MiB, where Ray puts its store on a disk (its
-# _private/services.py:2230), and vLLM's queue to several workers alone takes 160 (envs.py, VLLM_MQ_MAX_CHUNK_BYTES_MB).
+# _private/services.py:2223), and vLLM's queue to several workers alone takes 160 (envs.py, VLLM_MQ_MAX_CHUNK_BYTES_MB).
 SHM_BYTES = 1 << 30
 
 

@@ -1,7 +1,7 @@
-"""Makes a whole bundle: packages unpacked, slimmed, proven against the machine's torch, packed. Needs nm and strip.
+"""Makes a whole bundle: packages unpacked, slimmed, proven against the machine's torch, packed (nm, readelf, strip).
 
-What a dense model on one Hopper GPU does not run is left out: 991 MB unpacked become 420, and 47 compressed. It takes
-four minutes on two idle cores, and once two more for the toy policy.
+What a dense model or a mixture on one Hopper GPU does not run is left out: 489 MB stay, and 46 compressed. It takes
+five minutes, and once two more for the toy policy.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 from tests.gpu import bundle as bundles
 from tests.gpu.bundle import ROOT, BundleError
 from tests.gpu.fatbin import slim, slim_heads
+from tests.gpu.whole import ops
 from tests.gpu.whole.symbols import missing, symbols_of_torch
 
 MOST_BYTES = 48_000_000
@@ -32,13 +33,12 @@ _LEFT_OUT = {
     "bin": "commands of packages: ours are modules",
     "tests": "of openrlhf",
     "vllm/vllm-rs": "a server in Rust",
-    "vllm/_rust_tool_parser.abi3.so": "tools of chats",
     "vllm/benchmarks": "nothing imports them",
     "vllm/entrypoints/serve/instrumentator/static": "web pages",
     "vllm/third_party/fmha_sm100": "attention for Blackwell",
     "vllm/third_party/deep_gemm": "its C++ does not load in torch 2.11: VLLM_USE_DEEP_GEMM=0",
     "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so": "Hopper takes FlashAttention 3",
-    "vllm/_moe_C_stable_libtorch.abi3.so": "experts; vLLM imports it if it is there (platforms/cuda.py:245)",
+    "vllm/_deepselect_C.abi3.so": "sparse attention on Blackwell",
     "vllm/_flashkda_C.abi3.so": "linear attention of Kimi",
     "vllm/_flashmla_C.abi3.so": "attention of DeepSeek",
     "vllm/_flashmla_extension_C.abi3.so": "the same",
@@ -53,6 +53,15 @@ _LEFT_OUT = {
     "ray/air": "",
     "ray/dashboard/client": "web pages",
     "ray/core/libjemalloc.so": "profiles of memory",
+}
+# of the namespaces that only libraries left out define: the modules that alone may name them, and that no flight calls
+_NOT_CALLED: dict[str, str | tuple[str, ...]] = {
+    "_vllm_fa2_C": "vllm_flash_attn/flash_attn_interface.py",  # which takes FlashAttention 3 here
+    "_flashkda_C": ("models/glm5next/", "models/kimi_k3/"),
+    "_flashmla_C": "models/deepseek_v41/",
+    "_flashmla_extension_C": "v1/attention/ops/flashmla.py",
+    "deep_select": "model_executor/layers/indexer_topk.py",  # of DeepSeek
+    "_qutlass_C": "_custom_ops.py",  # for 4 bits
 }
 
 
@@ -71,6 +80,7 @@ def make(target: Path, python: str, torch: str, cuda: str, heads: Collection[int
         site, toy = Path(folder) / "site", Path(folder) / "toy"
         with _told("packages"):
             packages = _unpacked(site, python)
+        _prove_ops(site)
         with _told("slimming"):
             _slim(site, heads)
         _add_ours(site)
@@ -109,9 +119,10 @@ def _unpacked(site: Path, python: str) -> dict[str, str]:
     versions = {name: bundles.pinned(name) for name in bundles.WHOLE}
     wheels = bundles.wheels_for(python)
     with tempfile.TemporaryDirectory(dir=site.parent) as folder:
-        bundles.download(folder, "--no-deps", *wheels, *(f"{name}=={version}" for name, version in versions.items()))
+        pins = (f"{name}=={version}" for name, version in versions.items())
+        bundles.download(folder, *bundles.AS_PINNED, *wheels, *pins)
         # pip, not zip files: some wheels have what belongs elsewhere in .data, and it takes those of another Python too
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
+        command = [sys.executable, "-m", "pip", "install", "--quiet", *bundles.AS_PINNED, "--no-index", "--no-compile"]
         found = map(str, Path(folder).glob("*.whl"))
         subprocess.run([*command, *wheels, "--target", str(site), *found], check=True, timeout=1800)
     return versions
@@ -125,7 +136,9 @@ def _slim(site: Path, heads: Collection[int]) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     for path in [*site.glob("ray/**/tests"), *site.glob("ray/**/*.dist-info")]:
         shutil.rmtree(path)
-    print(f"vLLM's kernels: {slim(site / 'vllm/_C_stable_libtorch.abi3.so', bundles.ARCHITECTURES, strict=True)}")
+    for name in ("_C", "_moe_C"):  # for sm_90 only Marlin is PTX alone, which multiplies by weights of 4 bits
+        library = site / f"vllm/{name}_stable_libtorch.abi3.so"
+        print(f"{library.name}: {slim(library, bundles.ARCHITECTURES, strict=True)}")
     print(f"FlashAttention 3, head sizes {sorted(heads)}: {slim_heads(site / _FA3, heads)}")
     binaries = [path for path in site.rglob("*") if path.is_file() and _can_be_stripped(path)]
     subprocess.run(["strip", "--strip-unneeded", *binaries], check=True, timeout=600)
@@ -146,6 +159,25 @@ def _add_ours(site: Path) -> None:
         (site / name).mkdir()
         shutil.copy(Path(__file__).with_name("stand_in.py"), site / name / "__init__.py")
     shutil.copy(Path(__file__).parents[1] / "older_torch.py", site / "sitecustomize.py")
+
+
+def _prove_ops(site: Path) -> None:
+    """Before anything is left out: `_C` too names ops that no library for CUDA defines.
+
+    Raises:
+        BundleError: a module of vLLM names an op that only a library to be left out defines.
+    """
+    package, gone = site / "vllm", {site / name for name in _LEFT_OUT}
+    libraries, known = set(package.rglob("*.so")), ops.named(package)
+    out = {path for path in libraries if gone & {path, *path.parents}}
+    lost = [
+        f"{module}: torch.ops.{space}.{name}"
+        for space, name in sorted(ops.defined(out, known) - ops.defined(libraries - out, known))
+        for module in known[space, name]
+        if space not in _NOT_CALLED or not module.startswith(_NOT_CALLED[space])
+    ]
+    if lost:
+        raise BundleError(f"vLLM's modules name {len(lost)} ops of libraries that are left out: {'; '.join(lost[:5])}")
 
 
 def _prove_symbols(site: Path, known: Collection[str]) -> None:
