@@ -47,6 +47,7 @@ class Layer(RoutedExperts):
         self.moe_config = SimpleNamespace(
             intermediate_size_per_partition_unpadded=WIDTH // workers, hidden_dim_unpadded=HIDDEN,
             is_act_and_mul=True, tp_rank=worker, moe_parallel_config=SimpleNamespace(tp_size=workers),
+            tp_shard_with_padding=False,
         )  # fmt: skip
         self.layer_name, self.quant_config, self._fused_shared_expert_quantizer = "experts", None, None
         self.expert_map_manager = SimpleNamespace(map_global_to_local=lambda number: number)
