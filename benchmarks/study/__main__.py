@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.study.runs import Places, Rows, Run, execute, finished, missing, read_rows, runs_of
 from benchmarks.study.settings import StudyError, only, read_study
+from openrlhf_ext import patches
 from openrlhf_ext.cli.main import CommandParser, silence_libraries
 from openrlhf_ext.imports import without_collection
 from openrlhf_ext.outputs import in_one_piece
@@ -127,6 +128,7 @@ def _perform(path: Path) -> int:
     """What the process of one run does."""
     given = json.loads(path.read_text())
     die_with(given["parent"])
+    patches.apply()
     with without_collection():
         module = importlib.import_module(f"benchmarks.study.{_KINDS[given['kind']]}")
     result = module.run_assignment(given)
