@@ -45,7 +45,7 @@ SETTINGS = {
 STEPS, PROMPTS, SEEDS = 20, 32, (1, 2, 3)  # prompts of a step: the quickstart's
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2}
 OFF = {"megatron.expert_parallel_size": 2, "train.routing_replay": "off"}
-REPLAYED = OFF | {"train.routing_replay": "rollout"}
+REPLAYED = OFF | {"train.routing_replay": "rollout", "vllm.enable_prefix_caching": "true"}
 BF16 = {"megatron.param_dtype": "bf16"}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {  # the policy, and options
     "dense, the quickstart's": ("dense", {}),

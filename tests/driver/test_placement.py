@@ -15,9 +15,10 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from openrlhf_ext.cli.doctor_cluster import examine_cluster
+from openrlhf_ext.cli import doctor_cluster
+from openrlhf_ext.cli.doctor_cluster import ClusterReport, examine_cluster
 from openrlhf_ext.driver import cluster as cluster_module
-from openrlhf_ext.driver.cluster import RaySession, start_with_retries
+from openrlhf_ext.driver.cluster import RaySession, asks_for_token, start_with_retries
 from openrlhf_ext.driver.placement import PlacementError, RankGroup, blocks, place_ranks, reserve
 from openrlhf_ext.megatron.layout import ParallelLayout
 from tests.driver.fake_ranks import Mortal, Rank, Silent
@@ -84,14 +85,13 @@ def test_the_refusal_shows_who_would_be_where():
 def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # these GPUs are made up; Ray takes them for hidden
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # else it asks for a token if this user has one
         nodes = Cluster()
         for _ in range(2):
             start_with_retries(lambda: nodes.add_node(num_gpus=2, num_cpus=2))
-        ray.init(address=nodes.address, log_to_driver=False)
-        yield
-        ray.shutdown()
-        nodes.shutdown()
+    ray.init(address=nodes.address, log_to_driver=False)
+    yield
+    ray.shutdown()
+    nodes.shutdown()
 
 
 @pytest.mark.slow
@@ -120,11 +120,21 @@ def test_tensor_parallel_neighbors_share_a_node_and_actors_share_bundles(cluster
 
 
 @pytest.mark.slow
-def test_the_doctor_looks_at_every_node_and_tells_of_a_cluster_that_everybody_may_talk_to(cluster):
-    report = examine_cluster(ray.get_runtime_context().gcs_address, ["torch"], None, [], PATIENCE_S)
+def test_the_doctor_looks_at_every_node(cluster):
+    address = ray.get_runtime_context().gcs_address
+    report = examine_cluster(address, ["torch"], None, [], PATIENCE_S)
     assert len(report.nodes) == 2 and not report.has_errors, report.findings
     assert {seen["versions"]["torch"] for seen in report.nodes.values()} == {torch.__version__}
-    assert "Ray asks nobody for a token" in report.findings[0].text and report.findings[0].severity == "warning"
+    told = [found.severity for found in report.findings if "Ray asks nobody for a token" in found.text]
+    # a Ray that was in this process before has switched tokens on for those that come later
+    assert told == ([] if asks_for_token(address, PATIENCE_S) else ["warning"])
+
+
+def test_the_doctor_tells_of_a_cluster_that_everybody_may_talk_to(monkeypatch):
+    report = ClusterReport()
+    monkeypatch.setattr(doctor_cluster, "asks_for_token", lambda *_: False)
+    doctor_cluster.check_access("127.0.0.1:1", report)
+    assert [found.severity for found in report.findings] == ["warning"]
 
 
 @pytest.mark.slow
