@@ -72,7 +72,8 @@ def test_a_check_of_the_policy_and_one_that_needs_a_gpu_on_a_cpu_without_ray_and
     program = f"from openrlhf_ext import patches; patches.apply(); import {', '.join(sorted(modules))}"
     imports = [sys.executable, "-c", program]
     subprocess.run(imports, cwd=ROOT, env=environment, check=True, timeout=PATIENCE_S)
-    for only, status in (("transport:ipc", "passed"), ("policy:three_steps", "passed"), ("transport:expandable", "skipped")):
+    checks = {"transport:ipc": "passed", "policy:three_steps": "passed", "transport:expandable": "skipped"}
+    for only, status in checks.items():
         words = ("--only", only, "--minutes", str(PATIENCE_S / 60))
         code, text, report = run(tmp_path / f"{status}.json", *words, PYTHONPATH=str(tmp_path))
         ((name, check),) = report["checks"].items()
