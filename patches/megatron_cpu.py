@@ -4,28 +4,32 @@ Dependency: megatron-core 0.19.2; also mbridge 0.15.1, which the tests use as a 
 
 Wrong there: CUDA is hard-wired. The places that run in training, checkpointing and resharding with TP, PP, DP, CP and
 SP (found by tracing):
-  torch.cuda.current_device()  tensor_parallel/layers.py:647, mappings.py:145,181, utils.py:631,
-                               pipeline_parallel/p2p_communication.py:211-223,313,321, param_and_grad_buffer.py:800,806,
+  torch.cuda.current_device()  tensor_parallel/layers.py:647, mappings.py:145,185, utils.py:715,
+                               pipeline_parallel/p2p_communication.py:211-223,334,342,
+                               param_and_grad_buffer.py:1180,1186,
                                rotary_pos_embedding.py:162, distrib_optimizer.py:1362, state_dict_saver.py:252
-  device="cuda"                pipeline_parallel/schedules.py:749,983,2138, optimizer/optimizer.py:698,485,907,
-                               optimizer/clip_grads.py:112,174, utils.py:1207, transformer/utils.py:39
+  device="cuda"                pipeline_parallel/schedules.py:749,1121,2292, optimizer/optimizer.py:698,702,1249,
+                               optimizer/clip_grads.py:112,180, utils.py:1332, transformer/utils.py:39
   tensor.cuda()                language_module.py:307, rope_utils.py:62, distrib_optimizer.py:1374
+  torch.cuda.current_stream()  param_and_grad_buffer.py:632
   torch.cuda.synchronize()     p2p_communication.py:263, filesystem_async.py:248
   pin_memory=True              rope_utils.py:63
-  "torch.cuda.FloatTensor"     optimizer.py:671, clip_grads.py:174, distrib_optimizer.py:401,420,582
-  CUDA random states           tensor_parallel/random.py:107,73,235-240,422
+  "torch.cuda.FloatTensor"     optimizer.py:1009, clip_grads.py:174, distrib_optimizer.py:401,466,758
+  CUDA random states           tensor_parallel/random.py:107,136,303-308,490
   torch.compile                jit.py:21, which on the CPU starts Inductor and needs a C++ compiler
-  streams and events           transformer/moe/token_dispatcher.py:469,871-898: sizes on their way to the host
+  streams and events           transformer/moe/token_dispatcher.py:469,922-949: sizes on their way to the host
+  import of Triton             transformer/moe/ops/paged_stash.py:4, imported by every schedule, not called on a CPU
 Without TransformerEngine transformer/moe/moe_utils.py:1326 reads a name that its failed import left undefined.
 And beneath it, in torch 2.13's gloo: coalesced all-gathers in flight, which overlap.param_gather leads to
-(param_and_grad_buffer.py:285), corrupt the heap. Two processes that do nothing else die after 200 to 5,000 rounds of
+(param_and_grad_buffer.py:515), corrupt the heap. Two processes that do nothing else die after 200 to 5,000 rounds of
 six gathers; gathers that are not coalesced, and coalesced reductions, did not in 4,000. And gloo gathers and scatters
-parts of one size only, where the ranks that share experts (tensor_parallel/mappings.py:152,196) have other numbers of
+parts of one size only, where the ranks that share experts (tensor_parallel/mappings.py:152,200) have other numbers of
 tokens.
 
 Changes: the modules of the two packages are compiled from a syntax tree in which these expressions name the CPU (the
 random states become those of torch's CPU generator). Line numbers and the files stay as they are, and torch itself is
 not touched. The compiled code is cached per environment. jit fusion is switched off with Megatron's own switch.
+The module of Triton's kernels has names without kernels.
 Parameters are gathered bucket by bucket, and waited for together as before. Parts of several sizes are padded to the
 largest to be gathered, and reduced as a whole before each rank takes its own. With a CUDA device present the modules
 are loaded as they are.

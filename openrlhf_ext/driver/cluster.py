@@ -62,7 +62,7 @@ def private_ray(counted_gpus: int | None) -> Iterator[None]:
     """In the body this process and those that it starts use a Ray of their own: on loopback, with a new token, in a
     file of mode 600 whose name they inherit. ``counted_gpus``: no process gets a GPU, and Ray counts so many; None:
     they get them."""
-    # No device has this number. Ray takes the k-th entry for its k-th GPU (ray 2.60 worker.py:1126), so an empty list
+    # No device has this number. Ray takes the k-th entry for its k-th GPU (ray 2.60 worker.py:1158), so an empty list
     # would be an IndexError, and no list this machine's GPUs.
     devices = {} if counted_gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(["-1"] * counted_gpus)}
     _remove_left_tokens()
@@ -256,7 +256,7 @@ class RaySession:
             local["object_store_memory"] = 256 << 20
             # Ray's idle workers, one per CPU, are not used: they lack the environment of this job's actors
             local["_system_config"] = {"prestart_worker_first_driver": False}
-            # of its own default, which it finds there again (ray 2.60 node.py:1858)
+            # of its own default, which it finds there again (ray 2.60 node.py:2244)
             logging.getLogger("ray._private.node").addFilter(lambda record: "object spilling" not in str(record.msg))
         return common | local
 

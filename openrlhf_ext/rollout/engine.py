@@ -237,7 +237,7 @@ class RolloutEngine(compat.RolloutRayActor):
         """Give up all memory without a copy of the weights; generation is refused until an update is complete. vLLM
         saves the buffers (vllm 0.32.0 v1/worker/gpu_worker.py:299), which no update brings. Where updates bring
         adapters the weights are copied to the host, with them the layers' adapter: all lies in the pool that vLLM
-        saves (gpu_worker.py:490)."""
+        saves (gpu_worker.py:589)."""
         self._weight_error = "its weights were given up for an update, which has not come"
         self._resumes = False  # it is woken up afterwards
         await self.sleep(level=1 if self._keeps_base else 2)

@@ -3,7 +3,7 @@
 vLLM imports this module inside every worker process (`worker_extension_cls`) and mixes the class into its worker, so
 names must not clash with those of `vllm.v1.worker`; imports stay at torch and vLLM. On GPUs vLLM's own
 ``fp8_per_block`` quantizes at the start and at every reload (vllm 0.32.0
-model_executor/layers/quantization/online/fp8.py:259): fp32 scales of 128x128 of a weight and of 1x128 of
+model_executor/layers/quantization/online/fp8.py:307): fp32 scales of 128x128 of a weight and of 1x128 of
 activations. Its only such kernel for CPUs leaves activations in BF16 and needs AMX, so that on CPU a quantization of
 our own takes its place; importing this module registers it.
 """
@@ -64,7 +64,7 @@ QUALIFIED_NAME = "openrlhf_ext.rollout.worker_extension.WeightSyncExtension"
 
 def with_quantized_layers(engine_args: dict[str, Any], bf16_layers: Sequence[int]) -> dict[str, Any]:
     """vLLM's engine arguments with FP8 linear layers in all decoder layers but these, counted from 0."""
-    # vLLM asks for every part of a fused projection by its own name (compressed_tensors/utils.py:66)
+    # vLLM asks for every part of a fused projection by its own name (compressed_tensors/utils.py:61)
     ignore = {"ignore": [rf"re:.*\blayers\.{number}\." for number in bf16_layers]}
     if not current_platform.is_cpu():
         return {**engine_args, "quantization": PER_BLOCK, "quantization_config": ignore}

@@ -122,7 +122,7 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         batch_p2p_sync=False,
         use_cpu_initialization=not on_gpu,
-        # not perform_initialization=False, with which no weight is marked as a tensor-parallel shard (layers.py:855)
+        # not perform_initialization=False, with which no weight is marked as a tensor-parallel shard (layers.py:978)
         init_method=_filled_later,
         output_layer_init_method=_filled_later,
         cuda_graph_modules=[],

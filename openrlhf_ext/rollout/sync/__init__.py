@@ -25,7 +25,7 @@ def choose_transport(asked: str, *, on_gpu: bool, colocated: bool, deterministic
     """The transport that ``vllm.sync_backend`` stands for on this machine; ValueError if it cannot work here.
 
     Batch-invariant engines (``deterministic``) have other settings of NCCL than the policy (vllm 0.32.0
-    model_executor/determinism/batch_invariant.py:988), and ranks of one communicator must agree.
+    model_executor/determinism/batch_invariant.py:1405), and ranks of one communicator must agree.
     """
     if asked == "auto":
         return ("cuda_ipc" if colocated else "gloo" if deterministic else "nccl") if on_gpu else "gloo"

@@ -144,7 +144,7 @@ def _build(
             first = chunk.decoder.layers[0].layer_number - 1
             layers.append(range(first, first + len(chunk.decoder.layers)))
             parameters += sum(p.numel() for p in chunk.parameters())
-            # as Megatron's DDP tells them apart (megatron-core 0.19.2 distributed/distributed_data_parallel.py:122)
+            # as Megatron's DDP tells them apart (megatron-core 0.19.2 distributed/param_and_grad_buffer.py:918)
             of_experts += sum(p.numel() for p in chunk.parameters() if not getattr(p, "allreduce", True))
             adapters += sum(p.numel() for p in adapter_parameters([chunk]))
             copies += kept_bytes(converters, chunk.decoder)

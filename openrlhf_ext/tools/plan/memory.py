@@ -126,7 +126,7 @@ def rank_states(shape: ModelShape, layout: ParallelLayout, stage: int, options: 
             -(-8 * trained // shards), copies,
         )  # fmt: skip
     # experts that are dealt over ranks have gradient buffers and an optimizer of their own, over their own copies
-    # (megatron-core 0.19.2 distributed/distributed_data_parallel.py:122)
+    # (megatron-core 0.19.2 distributed/param_and_grad_buffer.py:918)
     dealt = shape.num_experts > 0 and layout.expert_parallel_size > 1
     buffers = [_buffers(shape, layout, stage, options, layout.copies, False if dealt else None)]
     if dealt:
@@ -179,7 +179,7 @@ def _buffer(
     """Entries of a chunk's gradient buffer, and how many entries of parameters are in each rank's part of it.
 
     Parameters lie there in reverse order, in buckets of which every rank owns an equal part; a tied embedding that two
-    stages hold has a bucket of its own (megatron-core 0.19.2 distributed/param_and_grad_buffer.py:645-737).
+    stages hold has a bucket of its own (megatron-core 0.19.2 optimizer/distrib_optimizer.py:530-580).
     """
     unit, bucket_unit = (_PARAMETER_UNIT, math.lcm(shards, _BUCKET_UNIT)) if distributed else (1, 1)
     places: list[tuple[int, int]] = []

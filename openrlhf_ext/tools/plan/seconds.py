@@ -231,7 +231,7 @@ class Clock:
         # in FP8 all but embedding and head
         outer = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
         weights = (outer * _BF16 + (self.parameters - outer) * (1 if fp8 else _BF16)) // tp
-        # requests times vocabulary, as int32 and as bits (vllm 0.32.0 v1/worker/gpu/sample/penalties.py:34-44)
+        # requests times vocabulary, as int32 and as bits (vllm 0.32.0 v1/worker/gpu/sample/penalties.py:39-47)
         sampler = 4 * most * (shape.vocab_size + math.ceil(shape.vocab_size / 32))
         room = int(self.assumed.engine_gib * GIB)
         left = int(config.gpu_memory_utilization * self.gpu.memory) - weights - room - sampler
